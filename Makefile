@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test check lint types imports stubs soak clean
+
+$(VENV)/.run: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing pdserve into $(VENV) (torch is the long part) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.run
+	@echo "installing what tests and checks need ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.run
+	@$(BIN)/pdserve demo
+
+test: $(VENV)/.dev
+	@$(PYTEST) -m "not gpu and not soak"
+
+check: $(VENV)/.dev lint types imports
+	@$(BIN)/python scripts/generate_stubs.py --check
+	@$(PYTEST) -m "not gpu and not soak"
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	@$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	@$(BIN)/lint-imports
+
+stubs: $(VENV)/.dev
+	@$(BIN)/python scripts/generate_stubs.py
+
+soak: $(VENV)/.dev
+	@$(PYTEST) -m soak --timeout 3600
+
+clean:
+	@rm -rf $(VENV) dist build

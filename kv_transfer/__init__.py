@@ -1,0 +1,1 @@
+"""Moves KV blocks between pools: protocol, plan, links."""

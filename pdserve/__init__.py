@@ -1,0 +1,1 @@
+"""What every process shares: requests, cache, kernels, models, engine, wire and registry."""

@@ -1,0 +1,1 @@
+"""Paged KV: blocks, hashes, the prefix cache, the tensors."""

@@ -1,0 +1,1 @@
+"""Frozen settings with their checks."""

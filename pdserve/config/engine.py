@@ -1,0 +1,55 @@
+"""Settings of one engine (a rank's model, cache and scheduler)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pdserve.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+
+ATTENTION_TILE_TOKENS = 64
+"""Queries are computed in tiles of this many positions, whatever the chunk borders are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How an engine computes and how much it may hold."""
+
+    model: str
+    """An alias, a GGUF file or a model folder."""
+    load_format: LoadFormat = "auto"
+    """`dummy` makes random weights from config.json alone."""
+    dtype: Dtype = "float32"
+    """float32 is bit-equal whatever the batch; bfloat16 is faster and promises no such thing."""
+    block_size: int = 16
+    """Tokens per KV block, a power of two from 1 to 128."""
+    max_model_len: int | None = None
+    """Prompt plus output, in tokens; None takes the model's own limit."""
+    max_num_seqs: int = 64
+    """Sequences in one step."""
+    max_num_batched_tokens: int = 256
+    """Tokens computed in one step."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for KV blocks on one rank; None takes 512 MiB."""
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    """Seed of dummy weights."""
+
+    def __post_init__(self) -> None:
+        """Checks ranges.
+
+        Raises:
+            ConfigError: a value is out of range; the text names it and its limit.
+        """
+        size = self.block_size
+        if size < 1 or size > 128 or size & (size - 1):
+            raise ConfigError(f"block_size must be a power of two from 1 to 128, got {size}")
+        for name, value in (
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("max_model_len", self.max_model_len),
+            ("kv_cache_memory_bytes", self.kv_cache_memory_bytes),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -1,0 +1,34 @@
+"""Settings of a router front."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """One router front."""
+
+    model: str
+    """Alias, GGUF file or folder, for the tokenizer and the chat template."""
+    redis_url: str
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 50051
+    metrics_port: int = 0
+    cluster: str = "default"
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_queued: int = 1024
+    """Requests waiting for a place; one more is refused with RESOURCE_EXHAUSTED."""
+    max_in_flight: int = 4096
+    max_request_bytes: int = 16 * 1024 * 1024
+    max_client_buffer_bytes: int = 256 * 1024
+    """Buffered for a client that does not read; past it the request is cancelled alone."""
+    max_attempts: int = 8
+    worker_silence_s: float = 3.0
+    """A worker whose stream says nothing for this long is dead to this router."""
+    call_timeout_s: float = 5.0
+    registry_poll_s: float = 0.25
+    no_worker_wait_s: float = 15.0
+    """How long a request waits for a pool that has no worker."""
+    default_timeout_s: float | None = None
+    drain_timeout_s: float = 60.0

@@ -1,0 +1,86 @@
+"""Settings of one worker: its engine, its hand-off, and where it listens."""
+
+from dataclasses import dataclass, field
+
+from pdserve.config.engine import EngineConfig
+from pdserve.errors import ConfigError
+from pdserve.request import Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandoffConfig:
+    """How KV moves from prefill to decode."""
+
+    frame_tokens: int = 256
+    """Prompt tokens in one frame; a multiple of the block size."""
+    ring_slots: int = 4
+    """Landing slots per link; bounds the frames in flight."""
+    lease_s: float = 10.0
+    """A reservation, or KV held for one, outlives its peer by this long."""
+    look_ahead: int = 4
+    """Queued requests that ask for their reservation before they are computed."""
+    hold_s: float = 20.0
+    """How long computed KV waits on prefill for a decode worker."""
+    call_timeout_s: float = 5.0
+    """Deadline of one control call."""
+    frame_timeout_s: float = 10.0
+    """Deadline of one frame's transfer; a link that misses it is dead for good."""
+    connect_timeout_s: float = 5.0
+    has_checksums: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultConfig:
+    """Faults injected on purpose, for tests and drills. All off by default."""
+
+    step_delay_s: float = 0.0
+    """Added before each engine step."""
+    frame_delay_s: float = 0.0
+    """Added before each frame is sent."""
+    corrupt_frame: int | None = None
+    """Flips a bit in the n-th frame sent by this worker, after its checksum is taken."""
+    corrupt_frame_silently: int | None = None
+    """The same before the checksum is taken, so that only the output can show it."""
+    commit_delay_s: float = 0.0
+    """Added before each commit is sent."""
+    reject_reservations: int = 0
+    """Refuses the first n reservations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """One replica of a pool."""
+
+    role: Role
+    worker_id: str
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free port."""
+    metrics_port: int = 0
+    redis_url: str
+    cluster: str = "default"
+    """Workers and routers of one cluster share this name in the registry."""
+    max_waiting: int = 1024
+    """Requests in the queue; one more is refused."""
+    max_local_prefill_tokens: int | None = None
+    """Prompt tokens a decode worker may compute for a request; None: any number, 0: none."""
+    heartbeat_s: float = 0.5
+    registry_lease_s: float = 3.0
+    frozen_after_s: float = 5.0
+    """No progress for this long with work queued means frozen."""
+    drain_timeout_s: float = 60.0
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
+
+    def __post_init__(self) -> None:
+        """Checks that frames hold whole blocks.
+
+        Raises:
+            ConfigError: frame_tokens is no multiple of block_size.
+        """
+        if self.handoff.frame_tokens % self.engine.block_size:
+            raise ConfigError(
+                f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "
+                f"got {self.handoff.frame_tokens}"
+            )

@@ -1,0 +1,1 @@
+"""Attention and friends; `reference` is plain torch, the oracle and the CPU path."""

@@ -1,0 +1,64 @@
+"""Who is in the cluster: worker records under leases. A hint that may vanish."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pdserve.request import Incarnation, Role, WorkerId
+
+WorkerState = Literal["ready", "draining"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRecord:
+    """What a worker says of itself; renewed with every heartbeat."""
+
+    worker_id: WorkerId
+    role: Role
+    incarnation: Incarnation
+    """64 random bits, new at every start."""
+    address: str
+    """host:port of the Worker (and, on decode, Handoff) service."""
+    metrics_address: str
+    state: WorkerState
+    compatibility_digest: bytes
+    """Of the KV geometry; prefill and decode pair only if equal."""
+    geometry: str
+    """The same as readable `field=value` pairs, to name the field that differs."""
+    model: str
+    max_model_len: int
+    total_blocks: int
+    block_size: int
+    face_pid: int
+    rank_pids: tuple[int, ...]
+
+
+class Registry(Protocol):
+    """Membership. Implementations: `memory` (tests, one process) and `redis`."""
+
+    async def register(self, record: WorkerRecord, lease_s: float) -> None:
+        """Writes or renews a record; it disappears `lease_s` after the last call.
+
+        Raises:
+            RegistryUnavailable: the store does not answer.
+        """
+        ...
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Removes a record, unless a newer incarnation took its place.
+
+        Raises:
+            RegistryUnavailable: the store does not answer.
+        """
+        ...
+
+    async def list_workers(self) -> tuple[WorkerRecord, ...]:
+        """Returns all records whose lease holds, sorted by worker id.
+
+        Raises:
+            RegistryUnavailable: the store does not answer.
+        """
+        ...
+
+
+class RegistryUnavailable(Exception):
+    """The registry's store cannot be reached; callers keep what they knew."""
