@@ -1,6 +1,6 @@
 """A worker's face process: starts the rank, serves routers and peers, keeps the registry lease.
 
-    starting -> ready -> draining -> stopped        frozen or dead rank: stop at once, exit non-zero
+starting -> ready -> draining -> stopped        frozen or dead rank: stop at once, exit non-zero
 """
 
 import asyncio
@@ -64,7 +64,9 @@ class Face:
         self._membership: Membership | None = None
         self._started_at_s = time.monotonic()
 
-    async def run(self, rank_module: str, add_services: AddServices, service: str) -> int:
+    async def run(
+        self, rank_module: str, service_names: tuple[str, ...], add_services: AddServices
+    ) -> int:
         """Serves until stopped; returns the exit status.
 
         Raises:
@@ -78,7 +80,7 @@ class Face:
             on_peer_call=self._on_peer_call,
             on_phase=self._on_phase,
         )
-        server = make_server(*dict.fromkeys(("pdserve.rpc.v1.Worker", service)))
+        server = make_server(*service_names)
         port = server.bind(config.host, config.port)
         rank = self._rank = start_rank(rank_module, config, self._incarnation, handlers)
         metrics_registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The rank process behind a face: started by exec, spoken to in protobuf, killed when it freezes."""
+"""The rank process behind a face: started by exec, spoken to in protobuf, killed if it freezes."""
 
 import asyncio
 import logging

@@ -39,7 +39,9 @@ class FrontStreams:
         else:
             self._gone_since_s.setdefault(front_id, self._clock.now())
 
-    async def serve(self, request: worker_pb2.StreamRequest) -> AsyncIterator[worker_pb2.StreamBatch]:
+    async def serve(
+        self, request: worker_pb2.StreamRequest
+    ) -> AsyncIterator[worker_pb2.StreamBatch]:
         """Yields batches until the front goes away or opens another stream."""
         front_id = FrontId(request.front_id)
         waker = asyncio.Event()

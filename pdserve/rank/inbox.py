@@ -25,7 +25,9 @@ class Inbox:
         """Returns all events, waiting up to `timeout_s` for a first one. Engine thread only."""
         events: list[object] = []
         try:
-            events.append(self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get(False))
+            events.append(
+                self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get(False)
+            )
             while True:
                 events.append(self._queue.get(False))
         except queue.Empty:

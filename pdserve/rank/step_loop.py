@@ -1,4 +1,4 @@
-"""The turn of a rank: events in, leases and deadlines, one engine step, updates and heartbeat out."""
+"""The turn of a rank: events in, leases and deadlines, one engine step, updates out."""
 
 from typing import Protocol
 
