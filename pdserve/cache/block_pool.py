@@ -1,8 +1,10 @@
 """Who holds each KV block: free, cached or referenced; never two of them, never none.
 
-    free --allocate--> referenced --free--> free        (content is forgotten)
-                        ^    \\--free--> cached          (marked as kept: the prefix cache knows it)
-                        \\--incref--/       \\--evict--> free
+    free        --allocate-->  referenced
+    referenced  --free-->      free         the last reference of a block nobody marked as kept
+    referenced  --free-->      cached       the last reference of a kept one: its content stays
+    cached      --incref-->    referenced
+    cached      --evict-->     free
 
 A sequence holds one reference on each block of its table. A block may be referenced by many
 sequences; it is written by none of them then. The pool knows ids only, no tokens and no memory.

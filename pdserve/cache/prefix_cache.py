@@ -75,15 +75,19 @@ class PrefixCache:
             num_unreferenced=sum(self.pool.num_references(block) == 0 for block in blocks),
         )
 
+    def can_open(self, hit: PrefixHit, num_blocks: int) -> bool:
+        """Says whether `open` would succeed."""
+        num_new = num_blocks - len(hit.block_ids)
+        return num_new <= self.pool.num_available - hit.num_unreferenced
+
     def open(self, hit: PrefixHit, num_blocks: int) -> BlockTable:
         """Makes a table of `num_blocks` that begins with the hit: all of it or nothing.
 
         Raises:
             NoFreeBlocks: not enough blocks are free or evictable; nothing was taken.
         """
-        num_new = num_blocks - len(hit.block_ids)
-        if num_new > self.pool.num_available - hit.num_unreferenced:
-            raise NoFreeBlocks(f"{num_new} new blocks asked for")
+        if not self.can_open(hit, num_blocks):
+            raise NoFreeBlocks(f"no room for a table of {num_blocks} blocks")
         # The hit is referenced first, so that eviction cannot take it.
         self.pool.incref(hit.block_ids)
         table = BlockTable(list(hit.block_ids), len(hit.block_ids), list(hit.entries))

@@ -3,12 +3,13 @@
 Plain data on an injected clock. A scheduler belongs to the engine thread; nothing here is locked.
 """
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.cache.block_hash import HashChain
+from pdserve.cache.block_pool import BlockPool
 from pdserve.cache.prefix_cache import BlockTable
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.engine.batch import SequenceSlice
@@ -29,6 +30,14 @@ class Stage(StrEnum):
     """Decode only: holds blocks that KV is arriving in."""
     RUNNING = "running"
     """Decode only: makes one token a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceTimes:
+    """How long a sequence waited and computed; None where that has not happened yet."""
+
+    queue_s: float | None
+    prefill_s: float | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,6 +69,16 @@ class SequenceState:
     def num_output_tokens(self) -> int:
         """Output tokens known so far, over all attempts; also the next output index."""
         return len(self.chain) - self.request.num_prompt_tokens
+
+    @property
+    def times(self) -> SequenceTimes:
+        """How long it waited and computed until now."""
+        queue_s, prefill_s = None, None
+        if self.started_s is not None:
+            queue_s = self.started_s - self.arrived_s
+            if self.sampled_s is not None:
+                prefill_s = self.sampled_s - self.started_s
+        return SequenceTimes(queue_s=queue_s, prefill_s=prefill_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,14 +123,7 @@ class SchedulerCounters:
     """Tokens found there."""
     preemptions: int = 0
     stale_refused: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceTimes:
-    """How long a sequence waited and computed; None where that has not happened yet."""
-
-    queue_s: float | None
-    prefill_s: float | None
+    """Calls that meant a fenced attempt."""
 
 
 class SequenceRoster:
@@ -121,6 +133,8 @@ class SequenceRoster:
         """Starts empty."""
         self._by_id: dict[RequestId, SequenceState] = {}
         self._num_arrived = 0
+        self.num_stale_refused = 0
+        """Calls that meant an attempt which is not here."""
 
     def __len__(self) -> int:
         """Counts sequences of all stages."""
@@ -142,7 +156,7 @@ class SequenceRoster:
         """
         known = self._by_id.get(request.request_id)
         if known is not None and known.request.attempt >= request.attempt:
-            raise StaleAttempt(
+            raise self._refuse(
                 f"request {request.request_id}: attempt {request.attempt} came after "
                 f"attempt {known.request.attempt}"
             )
@@ -156,14 +170,14 @@ class SequenceRoster:
         """
         found = self._by_id.get(request_id)
         if found is None:
-            raise StaleAttempt(f"request {request_id} is not here")
+            raise self._refuse(f"request {request_id} is not here")
         if attempt is not None and found.request.attempt != attempt:
-            raise StaleAttempt(
+            raise self._refuse(
                 f"request {request_id}: attempt {attempt} is not here, "
                 f"attempt {found.request.attempt} is"
             )
         if stages and found.stage not in stages:
-            raise StaleAttempt(f"request {request_id} is {found.stage}, not {stages[0]}")
+            raise self._refuse(f"request {request_id} is {found.stage}, not {stages[0]}")
         return found
 
     def add(self, request: Request, chain: HashChain, stage: Stage, now_s: float) -> SequenceState:
@@ -184,6 +198,13 @@ class SequenceRoster:
         """Says whether the sequence is still here, in this very attempt."""
         return self._by_id.get(sequence.request.request_id) is sequence
 
+    def find_planned(self, part: SequenceSlice) -> SequenceState | None:
+        """Returns the sequence that a slice was made of, unless it was dropped since."""
+        found = self._by_id.get(part.request.request_id)
+        if found is None or found.request is not part.request or found.num_computed != part.start:
+            return None
+        return found
+
     def expired(self, now_s: float) -> tuple[RequestId, ...]:
         """Names the requests whose time budget has run out."""
         return tuple(
@@ -192,6 +213,10 @@ class SequenceRoster:
             if sequence.request.deadline_s is not None
             and now_s >= sequence.arrived_s + sequence.request.deadline_s
         )
+
+    def _refuse(self, message: str) -> StaleAttempt:
+        self.num_stale_refused += 1
+        return StaleAttempt(message)
 
 
 class WaitingLanes:
@@ -239,16 +264,18 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def num_chunk_tokens(start: int, end: int, budget: int) -> int:
-    """Returns how many of the tokens [start, end) to compute now, at least 1 of a budget.
+def num_chunk_tokens(start: int, end: int, budget: int, *, may_split_tile: bool) -> int:
+    """Returns how many of the tokens [start, end) to compute in this step.
 
-    A chunk that is not the last ends on a tile of attention where it can: a tile cut in two is
-    computed twice.
+    A chunk that is not the last ends on a tile of attention, since a tile cut in two is computed
+    twice; where not even one tile ends within the budget it is split, or 0 returned.
     """
     if end - start <= budget:
         return end - start
-    aligned = (start + budget) // ATTENTION_TILE_TOKENS * ATTENTION_TILE_TOKENS - start
-    return aligned if aligned > 0 else budget
+    last_tile_end = (start + budget) // ATTENTION_TILE_TOKENS * ATTENTION_TILE_TOKENS
+    if last_tile_end > start:
+        return last_tile_end - start
+    return budget if may_split_tile else 0
 
 
 def make_slice(sequence: SequenceState, num_tokens: int) -> SequenceSlice:
@@ -264,3 +291,10 @@ def make_slice(sequence: SequenceState, num_tokens: int) -> SequenceSlice:
         block_ids=blocks,
         output_index=sequence.num_output_tokens if is_last else None,
     )
+
+
+def check_references(pool: BlockPool, sequences: Iterable[SequenceState]) -> None:
+    """Asserts that every reference on a block is held by exactly one sequence."""
+    held = Counter(block for sequence in sequences for block in sequence.table.block_ids)
+    assert len(held) == pool.num_referenced, "a referenced block is in no table"
+    assert all(pool.num_references(block) == count for block, count in held.items())
