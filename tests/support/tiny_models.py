@@ -150,7 +150,7 @@ def _weights(
         return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
 
     tensors = {
-        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator),
+        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator) * 0.25,
         "model.norm.weight": torch.ones(hidden),
         "lm_head.weight": draw(vocab, hidden, 4.0),
     }
