@@ -106,7 +106,7 @@ class PrefillEngine:
         return self._desk.cancel(request_id, message.attempt)
 
     def tick(self) -> None:
-        """Drops requests past their deadline, renews leases, retries what a link had no room for."""
+        """Looks at deadlines, leases, hold times and frames that no link had room for."""
         for request_id in self._scheduler.expired(self._clock.now()):
             request = self._desk.request(request_id)
             error = DeadlineExceeded("the deadline passed on the prefill worker")
