@@ -122,6 +122,9 @@ class PrefillEngine:
         plan = self._scheduler.plan_step()
         if plan is None:
             return False
+        for part in plan.slices:
+            # One step may take more requests than the window announced.
+            self._desk.enter_window(part.request.request_id)
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
         result = self._runner.run(plan)
