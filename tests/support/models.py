@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_models import make_tiny_llama
+from launcher.model_source import resolve_model
+from tests.support.tiny_models import make_tiny_llama, make_tiny_qwen2
 
 
 @pytest.fixture(scope="session")
@@ -13,5 +14,10 @@ def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen2(tmp_path_factory.mktemp("tiny_qwen2"))
+
+
+@pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
-    return resolve_smollm2()
+    return resolve_model("smollm2-135m")
