@@ -40,7 +40,7 @@ class Tokenizer:
             fast = FastTokenizer.from_str(text)
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception
+        except Exception as error:
             raise ConfigError(f"{path} is no tokenizer: {str(error)[:200]}") from error
         return cls(fast, table)
 
