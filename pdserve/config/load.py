@@ -1,0 +1,245 @@
+"""Settings from flags and environment, and back to flags; the only reader of the environment.
+
+Every field of a configuration is one flag: `max_num_seqs` is `--max-num-seqs`, or
+PDSERVE_MAX_NUM_SEQS in the environment; the flag wins. Fields of `handoff` and `faults` carry that
+word in front (`--handoff-lease-s`, `--fault-step-delay-s`), those of `engine` do not.
+"""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType
+from typing import Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from pdserve.errors import ConfigError
+
+T = TypeVar("T")
+
+ENVIRONMENT_PREFIX = "PDSERVE_"
+_FLAG_PREFIX = {"engine": "", "handoff": "handoff-", "faults": "fault-"}
+_RENAMED = {"redis_url": "redis", "kv_cache_memory_bytes": "kv-cache-memory"}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
+_SIZE_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One field of a configuration, reachable by a flag and a variable."""
+
+    path: tuple[str, ...]
+    """Field names from the outermost configuration inwards."""
+    kind: object
+    """The annotated type without `None`."""
+    is_required: bool
+    default: object
+
+    @property
+    def flag(self) -> str:
+        """The flag, with its dashes."""
+        name = self.path[-1]
+        prefix = "".join(_FLAG_PREFIX[outer] for outer in self.path[:-1])
+        return f"--{prefix}{_RENAMED.get(name, name.replace('_', '-'))}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENVIRONMENT_PREFIX + self.flag[2:].replace("-", "_").upper()
+
+    def parse(self, text: str, source: str) -> object:
+        """Turns text into a value of the field's type.
+
+        Raises:
+            ConfigError: the text is no such value; the message names `source`.
+        """
+        try:
+            return parse_value(self.kind, text, is_size=self.path[-1].endswith("_bytes"))
+        except ValueError as error:
+            raise ConfigError(f"{source} must be {error}, got {text[:64]!r}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises our own error instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def from_argv(
+    config_class: type[T],
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    program: str,
+    fixed: Mapping[str, object] | None = None,
+) -> T:
+    """Builds a configuration; `--help` prints all flags and ends the process.
+
+    Args:
+        config_class: a frozen dataclass of `pdserve.config`.
+        argv: flags and values, without the program's name.
+        environment: variables, used where no flag is given.
+        program: shown by `--help`.
+        fixed: outermost fields that no flag may change.
+
+    Raises:
+        ConfigError: an unknown flag, a bad value, or a required one missing.
+    """
+    fixed = fixed or {}
+    settings = [s for s in settings_of(config_class) if s.path[0] not in fixed]
+    parser = _Parser(prog=program, allow_abbrev=False)
+    for setting in settings:
+        shown = "required" if setting.is_required else f"default {setting.default}"
+        parser.add_argument(
+            setting.flag, dest=setting.flag, metavar="VALUE", help=f"{shown} [{setting.variable}]"
+        )
+    flags: dict[str, str | None] = vars(parser.parse_args(argv))
+    values: dict[tuple[str, ...], object] = {(name,): value for name, value in fixed.items()}
+    for setting in settings:
+        text, source = flags[setting.flag], setting.flag
+        if text is None:
+            text, source = environment.get(setting.variable), setting.variable
+        if text is not None:
+            values[setting.path] = setting.parse(text, source)
+        elif setting.is_required:
+            raise ConfigError(f"{setting.flag} is required")
+    return _build(config_class, values)
+
+
+def to_argv(config: object, *, without: Sequence[str] = ()) -> list[str]:
+    """Writes a configuration as flags that `from_argv` reads back to an equal one."""
+    argv: list[str] = []
+    for setting in settings_of(type(config)):
+        if setting.path[0] in without:
+            continue
+        value: object = config
+        for name in setting.path:
+            value = _field_value(value, name)
+        if value is not None:
+            argv += [setting.flag, str(value)]
+    return argv
+
+
+def settings_of(config_class: type) -> tuple[Setting, ...]:
+    """Lists all fields of a configuration, nested ones flattened."""
+    hints = get_type_hints(config_class)
+    found: list[Setting] = []
+    for field in fields(config_class):
+        kind = _without_none(hints[field.name])
+        if isinstance(kind, type) and is_dataclass(kind):
+            inner = settings_of(kind)
+            found += [
+                Setting(
+                    path=(field.name, *s.path),
+                    kind=s.kind,
+                    is_required=s.is_required,
+                    default=s.default,
+                )
+                for s in inner
+            ]
+            continue
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        found.append(
+            Setting(
+                path=(field.name,),
+                kind=kind,
+                is_required=not has_default,
+                default=None if field.default is MISSING else field.default,
+            )
+        )
+    return tuple(found)
+
+
+def parse_value(kind: object, text: str, *, is_size: bool = False) -> object:
+    """Parses text as a bool, int, float, str, Literal or StrEnum.
+
+    Raises:
+        ValueError: its text says what is allowed, to stand behind "must be".
+    """
+    if get_origin(kind) is Literal:
+        return _one_of(tuple(str(choice) for choice in get_args(kind)), text)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(_one_of(tuple(member.value for member in kind), text))
+    if kind is bool:
+        if text.lower() not in _TRUTH:
+            raise ValueError("true or false")
+        return _TRUTH[text.lower()]
+    if kind is int:
+        return parse_size(text) if is_size else _parse_int(text)
+    if kind is float:
+        return _parse_float(text)
+    assert kind is str, f"no parser for {kind}"
+    return text
+
+
+def parse_size(text: str) -> int:
+    """Parses bytes, with K, M, G or T for powers of 1024: `512M` is 536,870,912.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("a size such as 512M or 2G")
+    return int(float(match[1]) * 1024 ** _SIZE_POWER[match[2].lower()])
+
+
+def read_environment() -> dict[str, str]:
+    """Returns the variables that belong to pdserve."""
+    return {k: v for k, v in os.environ.items() if k.startswith(ENVIRONMENT_PREFIX)}
+
+
+def cache_folder() -> Path:
+    """Returns where converted models are kept: $XDG_CACHE_HOME/pdserve, or ~/.cache/pdserve."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pdserve"
+
+
+def _build(config_class: type[T], values: Mapping[tuple[str, ...], object]) -> T:
+    hints = get_type_hints(config_class)
+    arguments: dict[str, object] = {path[0]: v for path, v in values.items() if len(path) == 1}
+    for name in {path[0] for path in values if len(path) > 1}:
+        inner = {path[1:]: value for path, value in values.items() if path[0] == name}
+        arguments[name] = _build(cast(type, hints[name]), inner)
+    return cast(Callable[..., T], config_class)(**arguments)
+
+
+def _field_value(config: object, name: str) -> object:
+    # The names come from dataclasses.fields, never from outside.
+    value: object = getattr(config, name)
+    return value
+
+
+def _without_none(hint: object) -> object:
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    if get_origin(hint) is Literal or not kinds:
+        return hint
+    assert len(kinds) == 1, f"a setting has one type, got {hint}"
+    return cast(object, kinds[0])
+
+
+def _one_of(choices: tuple[str, ...], text: str) -> str:
+    if text not in choices:
+        raise ValueError("one of " + ", ".join(choices))
+    return text
+
+
+def _parse_int(text: str) -> int:
+    if re.fullmatch(r"[+-]?\d+", text) is None:
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+    if not math.isfinite(number):
+        raise ValueError("a finite number")
+    return number

@@ -1,0 +1,43 @@
+"""Membership inside one process: the twin of the Redis registry, for tests and simulation."""
+
+from pdserve.registry.base import RegistryUnavailable, WorkerRecord
+from pdserve.request import Incarnation, WorkerId
+from pdserve.timeline import Clock
+
+
+class MemoryRegistry:
+    """Keeps records in a dict under leases of the injected clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Starts empty and available."""
+        self._clock = clock
+        self._entries: dict[WorkerId, tuple[WorkerRecord, float]] = {}
+        self.is_available = True
+        """False makes every call raise, as a dead store would."""
+
+    async def register(self, record: WorkerRecord, lease_s: float) -> None:
+        """Writes or renews a record; see `Registry`."""
+        self._require_available()
+        self._entries[record.worker_id] = (record, self._clock.now() + lease_s)
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Removes a record of this very incarnation; see `Registry`."""
+        self._require_available()
+        entry = self._entries.get(worker_id)
+        if entry is not None and entry[0].incarnation == incarnation:
+            del self._entries[worker_id]
+
+    async def list_workers(self) -> tuple[WorkerRecord, ...]:
+        """Returns the records whose lease holds; see `Registry`."""
+        self._require_available()
+        now = self._clock.now()
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[1] > now}
+        return tuple(self._entries[key][0] for key in sorted(self._entries))
+
+    def clear(self) -> None:
+        """Forgets everything, as a restarted or flushed store would."""
+        self._entries.clear()
+
+    def _require_available(self) -> None:
+        if not self.is_available:
+            raise RegistryUnavailable("the registry was switched off")

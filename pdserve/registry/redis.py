@@ -1,0 +1,152 @@
+"""Membership in Redis: one key per worker, JSON, expired by Redis when its lease ends."""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Awaitable
+from typing import Self, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from pdserve.registry.base import RegistryUnavailable, WorkerRecord, WorkerState
+from pdserve.request import Incarnation, Role, WorkerId
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Compared inside Redis, so that no newer incarnation can slip in between. The incarnation travels
+# as text: Lua's numbers are doubles and would confuse neighbours above 2**53.
+_DELETE_OWN = """
+local value = redis.call('GET', KEYS[1])
+if value and cjson.decode(value)['incarnation'] == ARGV[1] then
+  return redis.call('DEL', KEYS[1])
+end
+return 0
+"""
+_STATES: dict[str, WorkerState] = {"ready": "ready", "draining": "draining"}
+
+
+class RedisRegistry:
+    """A `Registry` over one Redis; every call ends within `timeout_s`."""
+
+    def __init__(self, url: str, cluster: str, timeout_s: float = 2.0) -> None:
+        """Prepares a client; nothing is connected before the first call.
+
+        Args:
+            url: `redis://host:port[/db]`, with user and password if needed.
+            cluster: workers and routers see each other only within one cluster name.
+            timeout_s: deadline of each call.
+        """
+        self._prefix = f"pdserve:{cluster}:worker:"
+        self._timeout_s = timeout_s
+        # One retry at once: the first call after a restart of Redis finds a dead pooled connection.
+        self._client: Redis = Redis.from_url(
+            url,
+            decode_responses=False,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 1),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def register(self, record: WorkerRecord, lease_s: float) -> None:
+        """Writes or renews a record; see `Registry`."""
+        key = self._prefix + record.worker_id
+        lease_ms = max(1, round(lease_s * 1000))
+        await self._within_deadline(self._client.set(key, encode_record(record), px=lease_ms))
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Removes a record of this very incarnation; see `Registry`."""
+        key = self._prefix + worker_id
+        await self._within_deadline(self._client.eval(_DELETE_OWN, 1, key, str(incarnation)))
+
+    async def list_workers(self) -> tuple[WorkerRecord, ...]:
+        """Returns the records whose lease holds; skips, with a warning, what it cannot read."""
+        values = await self._within_deadline(self._read_all())
+        records = []
+        for key, value in values.items():
+            try:
+                records.append(decode_record(value))
+            except (ValueError, KeyError, TypeError) as error:
+                logger.warning(
+                    "unreadable worker record skipped", extra={"key": key, "reason": repr(error)}
+                )
+        return tuple(sorted(records, key=lambda record: record.worker_id))
+
+    async def _read_all(self) -> dict[str, bytes | str]:
+        pattern = re.sub(r"([\[\]?*\\^-])", r"\\\1", self._prefix) + "*"
+        keys = sorted({key async for key in self._client.scan_iter(match=pattern, count=1000)})
+        if not keys:
+            return {}
+        values = await self._client.mget(keys)
+        found = zip(keys, values, strict=True)
+        return {str(key): value for key, value in found if value is not None}
+
+    async def _within_deadline(self, call: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await call
+        except (RedisError, OSError, TimeoutError) as error:
+            raise RegistryUnavailable(f"Redis does not answer: {error!r}") from error
+
+
+def encode_record(record: WorkerRecord) -> bytes:
+    """Encodes a record as JSON; 64-bit numbers and bytes as text."""
+    fields = {
+        "worker_id": record.worker_id,
+        "role": record.role.value,
+        "incarnation": str(record.incarnation),
+        "address": record.address,
+        "metrics_address": record.metrics_address,
+        "state": record.state,
+        "compatibility_digest": record.compatibility_digest.hex(),
+        "geometry": record.geometry,
+        "model": record.model,
+        "max_model_len": record.max_model_len,
+        "total_blocks": record.total_blocks,
+        "block_size": record.block_size,
+        "face_pid": record.face_pid,
+        "rank_pids": list(record.rank_pids),
+    }
+    return json.dumps(fields).encode()
+
+
+def decode_record(value: bytes | str) -> WorkerRecord:
+    """Decodes what `encode_record` made; fields of later versions are ignored.
+
+    Raises:
+        ValueError: not JSON, or a field holds what it must not.
+        KeyError: a field or a state is unknown.
+        TypeError: the JSON has another shape.
+    """
+    fields = json.loads(value)
+    return WorkerRecord(
+        worker_id=WorkerId(str(fields["worker_id"])),
+        role=Role(fields["role"]),
+        incarnation=Incarnation(int(fields["incarnation"])),
+        address=str(fields["address"]),
+        metrics_address=str(fields["metrics_address"]),
+        state=_STATES[fields["state"]],
+        compatibility_digest=bytes.fromhex(fields["compatibility_digest"]),
+        geometry=str(fields["geometry"]),
+        model=str(fields["model"]),
+        max_model_len=int(fields["max_model_len"]),
+        total_blocks=int(fields["total_blocks"]),
+        block_size=int(fields["block_size"]),
+        face_pid=int(fields["face_pid"]),
+        rank_pids=tuple(int(pid) for pid in fields["rank_pids"]),
+    )

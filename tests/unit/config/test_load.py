@@ -1,0 +1,169 @@
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.engine import EngineConfig
+from pdserve.config.load import cache_folder, from_argv, parse_size, settings_of, to_argv
+from pdserve.config.router import RouterConfig
+from pdserve.config.worker import FaultConfig, HandoffConfig, WorkerConfig
+from pdserve.errors import ConfigError
+from pdserve.request import Role
+
+REQUIRED = ("--worker-id", "p0", "--model", "tiny", "--redis", "redis://127.0.0.1:1")
+WORKER = WorkerConfig(
+    role=Role.PREFILL,
+    worker_id="p0",
+    redis_url="redis://127.0.0.1:1",
+    engine=EngineConfig(model="tiny"),
+)
+
+
+def parse_worker(*argv: str, environment: dict[str, str] | None = None) -> WorkerConfig:
+    return from_argv(
+        WorkerConfig,
+        argv,
+        environment or {},
+        program="pdserve prefill-worker",
+        fixed={"role": Role.PREFILL},
+    )
+
+
+def test_required_flags_alone_give_the_defaults() -> None:
+    assert parse_worker(*REQUIRED) == WORKER
+
+
+def test_every_worker_field_survives_the_way_through_flags() -> None:
+    config = WorkerConfig(
+        role=Role.PREFILL,
+        worker_id="p7",
+        redis_url="redis://127.0.0.1:9",
+        host="127.0.0.2",
+        port=1234,
+        metrics_port=1235,
+        cluster="c",
+        max_waiting=5,
+        max_local_prefill_tokens=0,
+        heartbeat_s=0.25,
+        registry_lease_s=1.5,
+        frozen_after_s=2.5,
+        drain_timeout_s=7.5,
+        engine=EngineConfig(
+            model="/tmp/a folder",
+            load_format="dummy",
+            dtype="bfloat16",
+            block_size=8,
+            max_model_len=512,
+            max_num_seqs=3,
+            max_num_batched_tokens=64,
+            kv_cache_memory_bytes=1 << 20,
+            enable_prefix_caching=False,
+            seed=9,
+        ),
+        handoff=HandoffConfig(
+            frame_tokens=64,
+            ring_slots=2,
+            lease_s=1.25,
+            look_ahead=1,
+            hold_s=2.25,
+            call_timeout_s=3.25,
+            frame_timeout_s=4.25,
+            connect_timeout_s=5.25,
+            has_checksums=False,
+        ),
+        faults=FaultConfig(
+            step_delay_s=0.125,
+            frame_delay_s=0.25,
+            corrupt_frame=1,
+            corrupt_frame_silently=2,
+            commit_delay_s=0.5,
+            reject_reservations=3,
+        ),
+    )
+    assert parse_worker(*to_argv(config, without=("role",))) == config
+
+
+def test_every_router_field_survives_the_way_through_flags() -> None:
+    config = RouterConfig(
+        model="tiny", redis_url="redis://127.0.0.1:9", port=7, max_request_bytes=99, max_attempts=2
+    )
+    assert from_argv(RouterConfig, to_argv(config), {}, program="pdserve router") == config
+
+
+def test_flags_are_unique() -> None:
+    for config_class in (WorkerConfig, RouterConfig):
+        flags = [setting.flag for setting in settings_of(config_class)]
+        assert len(flags) == len(set(flags))
+
+
+def test_environment_fills_what_no_flag_gives() -> None:
+    environment = {"PDSERVE_MAX_NUM_SEQS": "3", "PDSERVE_FAULT_STEP_DELAY_S": "0.5"}
+    config = parse_worker(*REQUIRED, environment=environment)
+    assert config.engine.max_num_seqs == 3
+    assert config.faults.step_delay_s == 0.5
+
+
+def test_flag_wins_over_the_environment() -> None:
+    environment = {"PDSERVE_MAX_NUM_SEQS": "3"}
+    config = parse_worker(*REQUIRED, "--max-num-seqs", "4", environment=environment)
+    assert config.engine.max_num_seqs == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--max-num-seqs", "many"), "--max-num-seqs must be a whole number, got 'many'"),
+        (("--max-num-seqs", "1.5"), "--max-num-seqs must be a whole number, got '1.5'"),
+        (("--heartbeat-s", "nan"), "--heartbeat-s must be a finite number, got 'nan'"),
+        (("--heartbeat-s", "soon"), "--heartbeat-s must be a number, got 'soon'"),
+        (("--dtype", "int8"), "--dtype must be one of float32, bfloat16, got 'int8'"),
+        (("--kv-cache-memory", "lots"), "must be a size such as 512M or 2G, got 'lots'"),
+        (("--enable-prefix-caching", "x"), "--enable-prefix-caching must be true or false"),
+        (("--block-size", "24"), "block_size must be a power of two from 1 to 128, got 24"),
+        (("--no-such-flag", "1"), "unrecognized arguments: --no-such-flag 1"),
+        (("--max-num", "1"), "unrecognized arguments: --max-num 1"),
+        (("--role", "decode"), "unrecognized arguments: --role decode"),
+        (("--port",), "argument --port: expected one argument"),
+    ],
+)
+def test_bad_flag_is_named(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_worker(*REQUIRED, *argv)
+    assert message in str(caught.value)
+
+
+def test_bad_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="PDSERVE_PORT must be a whole number, got 'x'"):
+        parse_worker(*REQUIRED, environment={"PDSERVE_PORT": "x"})
+
+
+def test_missing_required_flag_is_named() -> None:
+    with pytest.raises(ConfigError, match="--redis is required"):
+        parse_worker(*REQUIRED[:4])
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("512", 512),
+        ("512M", 512 << 20),
+        ("2G", 2 << 30),
+        ("1.5k", 1536),
+        ("2GiB", 2 << 30),
+    ],
+)
+def test_sizes_take_binary_suffixes(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "M", "1X", "1 2"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a size such as"):
+        parse_size(text)
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/pdserve")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_folder() == Path.home() / ".cache/pdserve"
