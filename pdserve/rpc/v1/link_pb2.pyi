@@ -158,6 +158,7 @@ class FrameReady(_message.Message):
     frame_index: _builtins.int
     num_bytes: _builtins.int
     crc32: _builtins.int
+    """Of the payload; absent when checksums are off."""
     def __init__(
         self,
         *,
@@ -165,13 +166,15 @@ class FrameReady(_message.Message):
         reservation_id: _builtins.bytes = ...,
         frame_index: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
-        crc32: _builtins.int = ...,
+        crc32: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "frame_index", b"frame_index", "num_bytes", b"num_bytes", "reservation_id", b"reservation_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "frame_index", b"frame_index", "num_bytes", b"num_bytes", "reservation_id", b"reservation_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
+    _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
 
 Global___FrameReady: _TypeAlias = FrameReady  # noqa: Y015
 

@@ -1,0 +1,116 @@
+"""Says whether a decode worker can take one more sequence: all it needs now, or nothing.
+
+A sequence that holds part of what it needs while it waits for the rest could lock the pool, so
+there are no partial holds; and room for the next block of each running sequence stays free.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.engine.scheduler import num_blocks_for
+from pdserve.request import BlockId, RequestId
+from pdserve.timeline import Clock
+
+_MIN_RETRY_S = 0.02
+_DEFAULT_RETRY_S = 0.25
+_MAX_RETRY_S = 2.0
+"""Sequences often end before their limit, so a hint is never long."""
+
+
+class RefusalReason(StrEnum):
+    """Why a reservation is refused."""
+
+    NO_ROOM = "no_room"
+    """A later try may succeed."""
+    TOO_LARGE = "too_large"
+    """This worker can never hold the sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """Blocks that were taken for a sequence."""
+
+    request_id: RequestId
+    attempt: int
+    block_ids: tuple[BlockId, ...]
+    """The whole table: cached blocks, blocks for the rest of the prompt, growth."""
+    num_cached_tokens: int
+    """Leading tokens whose KV is here: a multiple of the block size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Nothing was taken."""
+
+    reason: RefusalReason
+    detail: str
+    retry_after_s: float | None
+    """When room may be there; None: never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockNeed:
+    """Blocks of one sequence."""
+
+    num_table_blocks: int
+    """Blocks it starts with: those of its known tokens, and one to grow into."""
+    num_final_blocks: int
+    """Blocks at its longest."""
+
+
+def block_need(num_tokens: int, max_total_tokens: int, block_size: int) -> BlockNeed:
+    """Returns what a sequence needs at its start and at its longest.
+
+    Args:
+        num_tokens: tokens known now.
+        max_total_tokens: prompt plus the most output; the KV of the last one is never needed.
+        block_size: tokens per block.
+    """
+    num_final = num_blocks_for(max(num_tokens, max_total_tokens - 1), block_size)
+    num_table = num_blocks_for(num_tokens, block_size) + 1
+    return BlockNeed(num_table_blocks=min(num_table, num_final), num_final_blocks=num_final)
+
+
+def has_room(num_available: int, num_running: int, num_new_blocks: int) -> bool:
+    """Says whether new blocks leave one block for each running sequence to grow into.
+
+    Args:
+        num_available: blocks free or evictable, without those of the sequence's own cache hit.
+        num_running: sequences that may need their next block.
+        num_new_blocks: blocks to take.
+    """
+    return num_available - num_running >= num_new_blocks
+
+
+class StepPace:
+    """How long steps take, for an honest hint to those that are refused."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Knows nothing before the first step."""
+        self._clock = clock
+        self._begun_s: float | None = None
+        self._step_s: float | None = None
+
+    def begin_step(self) -> None:
+        """Notes the start of a step."""
+        self._begun_s = self._clock.now()
+
+    def end_step(self) -> None:
+        """Books a step into a moving mean."""
+        if self._begun_s is None:
+            return
+        took_s = self._clock.now() - self._begun_s
+        self._begun_s = None
+        self._step_s = took_s if self._step_s is None else 0.8 * self._step_s + 0.2 * took_s
+
+    def retry_hint_s(self, remaining_tokens: Iterable[int]) -> float:
+        """Returns after how long room may be there: when the first running sequence may end.
+
+        Args:
+            remaining_tokens: output tokens that each running sequence may still make.
+        """
+        soonest = min(remaining_tokens, default=None)
+        if soonest is None or self._step_s is None:
+            return _DEFAULT_RETRY_S
+        return min(max(soonest * self._step_s, _MIN_RETRY_S), _MAX_RETRY_S)

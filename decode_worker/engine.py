@@ -1,0 +1,282 @@
+"""The turn of a decode rank: take hand-offs in, compute one token for each sequence, stream it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decode_worker.landing import LandingDesk
+from decode_worker.scheduler import DecodeProgress, DecodeScheduler, LetGo
+from kv_transfer.events import FrameLanded, LinkDown
+from pdserve.config.worker import WorkerConfig
+from pdserve.engine.batch import StepPlan
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.scheduler import Stage
+from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
+from pdserve.rank.outbox import Outbox
+from pdserve.rank.tombstones import Tombstones
+from pdserve.request import FinishReason, Request, RequestId
+from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
+from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2
+from pdserve.timeline import Clock
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What the router is told of one sequence."""
+
+    request: Request
+    decode_attempt: int
+    submitted_at_s: float | None
+    """When it was queued here; None for a sequence that was handed off."""
+    started_at_s: float | None = None
+    num_recomputed: int = 0
+    cached_tokens: int = 0
+    times: worker_pb2.StageTimes = field(default_factory=worker_pb2.StageTimes)
+
+
+class DecodeEngine:
+    """Ties the scheduler, the runner and the landing desk together. Engine thread only."""
+
+    def __init__(
+        self,
+        *,
+        config: WorkerConfig,
+        scheduler: DecodeScheduler,
+        runner: ModelRunner,
+        landing: LandingDesk,
+        outbox: Outbox,
+        clock: Clock,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._runner = runner
+        self._landing = landing
+        self._outbox = outbox
+        self._clock = clock
+        self._max_model_len = max_model_len
+        self._streams: dict[RequestId, _Stream] = {}
+        self._tombstones = Tombstones(clock)
+        self._is_draining = False
+
+    def handle(self, event: object) -> None:
+        """Takes a message of the face or an event of a link."""
+        match event:
+            case FrameLanded():
+                self._landing.frame_landed(event)
+            case LinkDown():
+                self._landing.link_down(event)
+            case rank_pb2.ToRank():
+                self._handle_message(event)
+            case _:
+                raise AssertionError(f"unknown event {event!r}")
+        self._open_started()
+
+    def _handle_message(self, message: rank_pb2.ToRank) -> None:
+        call_id = message.call_id
+        match message.WhichOneof("message"):
+            case "submit":
+                self._answer_submit(call_id, message.submit)
+            case "cancel":
+                was_known = self._cancel(message.cancel)
+                answer = worker_pb2.CancelResponse(was_known=was_known)
+                self._outbox.reply(call_id, rank_pb2.RankReply(cancel=answer))
+            case "reserve":
+                self._landing.reserve(call_id, message.reserve)
+            case "commit":
+                self._landing.commit(call_id, message.commit)
+            case "abort":
+                self._landing.abort(call_id, message.abort)
+            case "renew":
+                self._landing.renew(call_id, message.renew)
+            case "drain":
+                self._is_draining = True
+                self._landing.drain()
+            case other:
+                raise AssertionError(f"a decode rank got {other}")
+
+    def _answer_submit(self, call_id: int, message: worker_pb2.SubmitRequest) -> None:
+        try:
+            self._submit(message)
+        except PdserveError as error:
+            self._outbox.refuse(call_id, error)
+            return
+        reply = rank_pb2.RankReply(submit=worker_pb2.SubmitResponse())
+        self._outbox.reply(call_id, reply)
+
+    def _submit(self, message: worker_pb2.SubmitRequest) -> None:
+        request = request_from_wire(message.request)
+        if self._is_draining:
+            raise WorkerLost("this worker is draining")
+        if len(request.token_ids) >= self._max_model_len:
+            limit = f"under {self._max_model_len} tokens"
+            raise InvalidField("token_ids", len(request.token_ids), limit)
+        self._tombstones.check(request)
+        self._scheduler.submit_local(request)
+        self._streams[request.request_id] = _Stream(
+            request, decode_attempt=0, submitted_at_s=self._clock.now()
+        )
+
+    def _cancel(self, message: worker_pb2.CancelRequest) -> bool:
+        request_id = RequestId(message.request_id)
+        self._tombstones.add(request_id, message.attempt)
+        was_reserved = self._landing.cancel(request_id, message.attempt)
+        was_running = self._scheduler.cancel(request_id, message.attempt)
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.request.attempt <= message.attempt:
+            self._close(stream)
+        return was_reserved or was_running
+
+    def _open_started(self) -> None:
+        """Sequences whose hand-off has just ended get a stream to the router."""
+        for started in self._landing.take_started():
+            request = started.request
+            self._streams[request.request_id] = _Stream(
+                request, decode_attempt=started.decode_attempt, submitted_at_s=None
+            )
+
+    def _close(self, stream: _Stream) -> None:
+        request = stream.request
+        del self._streams[request.request_id]
+        self._landing.forget(request.request_id, request.attempt)
+
+    def tick(self) -> None:
+        """Drops what is past its deadline or lease."""
+        for request_id in self._scheduler.expired(self._clock.now()):
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                error = DeadlineExceeded("the deadline passed on the decode worker")
+                failed = worker_pb2.Failed(
+                    code=error.grpc_code, reason=error.reason, message=str(error)
+                )
+                self._update(stream, worker_pb2.SequenceUpdate(failed=failed))
+                self._close(stream)
+                self._scheduler.cancel(request_id, stream.request.attempt)
+        self._landing.tick()
+        self._tombstones.expire()
+
+    def step(self) -> bool:
+        """Computes one step and streams its tokens."""
+        plan = self._scheduler.plan_step()
+        self._return_let_go(self._scheduler.take_let_go())
+        if plan is None:
+            return False
+        if self._config.faults.step_delay_s:
+            time.sleep(self._config.faults.step_delay_s)
+        self._note_prefill(plan)
+        result = self._runner.run(plan)
+        for progress in self._scheduler.complete_step(plan, result):
+            self._stream(progress)
+        return True
+
+    def _note_prefill(self, plan: StepPlan) -> None:
+        """Counts tokens of requests that are computed here and were not shipped."""
+        for part in plan.slices:
+            stream = self._streams[part.request.request_id]
+            end = min(part.end, len(part.request.token_ids))
+            if part.start < end:
+                if stream.started_at_s is None:
+                    stream.started_at_s = self._clock.now()
+                    stream.cached_tokens = part.start
+                stream.num_recomputed += end - part.start
+
+    def _stream(self, progress: DecodeProgress) -> None:
+        stream = self._streams[progress.request_id]
+        update = worker_pb2.SequenceUpdate(
+            first_index=progress.output_index, token_ids=[progress.token.token_id]
+        )
+        if progress.token.logprobs is not None:
+            update.logprobs.append(logprobs_to_wire(progress.token.logprobs))
+        if progress.output_index == stream.request.num_emitted:
+            update.times.CopyFrom(self._local_times(stream))
+        if progress.finish_reason is not None:
+            update.finished.CopyFrom(_finished(stream.request, progress))
+        self._update(stream, update)
+        if progress.finish_reason is not None:
+            self._close(stream)
+
+    def _local_times(self, stream: _Stream) -> worker_pb2.StageTimes:
+        """Times of a sequence that was prefilled here."""
+        assert stream.submitted_at_s is not None
+        assert stream.started_at_s is not None
+        return worker_pb2.StageTimes(
+            queue_s=stream.started_at_s - stream.submitted_at_s,
+            prefill_s=self._clock.now() - stream.started_at_s,
+            cached_tokens=stream.cached_tokens,
+            recomputed_tokens=stream.num_recomputed,
+        )
+
+    def _return_let_go(self, let_go: Sequence[LetGo]) -> None:
+        for item in let_go:
+            request = item.request
+            if item.stage is Stage.RESERVED:
+                self._landing.withdraw(request.request_id, request.attempt)
+                continue
+            stream = self._streams[request.request_id]
+            returned = worker_pb2.Returned(
+                reason=worker_pb2.Returned.REASON_PREEMPTED,
+                detail=f"let go while {item.stage} to make room for older sequences",
+            )
+            update = worker_pb2.SequenceUpdate(first_index=item.next_index, returned=returned)
+            self._update(stream, update)
+            self._close(stream)
+
+    def _update(self, stream: _Stream, update: worker_pb2.SequenceUpdate) -> None:
+        update.request_id = stream.request.request_id
+        update.attempt = stream.request.attempt
+        update.decode_attempt = stream.decode_attempt
+        self._outbox.update(stream.request.front_id, update)
+
+    def describe(self) -> rank_pb2.RankHeartbeat:
+        """Returns load, ledger, links and counters."""
+        load, ledger = self._scheduler.load(), self._scheduler.ledger()
+        counters, totals = self._scheduler.counters, self._landing.counters
+        return rank_pb2.RankHeartbeat(
+            has_work=self._scheduler.has_work,
+            load=types_pb2.WorkerLoad(
+                num_waiting=load.num_waiting,
+                num_running=load.num_running,
+                queued_tokens=load.queued_tokens,
+                total_blocks=load.total_blocks,
+                free_blocks=load.free_blocks,
+                cached_blocks=load.cached_blocks,
+                reserved_blocks=load.reserved_blocks,
+                active_blocks=load.active_blocks,
+            ),
+            ledger=types_pb2.Ledger(
+                total_blocks=ledger.total_blocks,
+                free_blocks=ledger.free_blocks,
+                cached_blocks=ledger.cached_blocks,
+                sequences=ledger.sequences,
+                reservations=self._landing.num_reservations,
+                leases=self._landing.num_reservations,
+                transfers=self._landing.num_receiving,
+            ),
+            links=self._landing.describe_links(),
+            counters=rank_pb2.RankCounters(
+                prompt_tokens=counters.prompt_tokens,
+                recomputed_prompt_tokens=counters.prompt_tokens,
+                generation_tokens=counters.generation_tokens,
+                prefix_cache_queries=counters.prefix_cache_queries,
+                prefix_cache_hits=counters.prefix_cache_hits,
+                preemptions=counters.preemptions,
+                handoffs_completed=totals.started,
+                handoffs_failed=totals.aborted,
+                handoffs_refused=totals.refused,
+                leases_expired=totals.leases_expired,
+                stale_refused=totals.stale_refused + counters.stale_refused,
+                frames_rejected=totals.frames_rejected,
+                handoff_bytes=totals.bytes_landed,
+            ),
+            is_drained=self._is_draining and not ledger.sequences,
+        )
+
+
+def _finished(request: Request, progress: DecodeProgress) -> worker_pb2.Finished:
+    assert progress.finish_reason is not None
+    token_id = progress.token.token_id
+    is_stop_id = progress.finish_reason is FinishReason.STOP and token_id in request.stop_ids
+    return worker_pb2.Finished(
+        reason=finish_reason_to_wire(progress.finish_reason),
+        stop_token_id=token_id if is_stop_id else None,
+    )

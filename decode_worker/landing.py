@@ -1,0 +1,168 @@
+"""Carries out what the hand-off protocol asks of a decode worker: answers, scatters, starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode_worker.reserver import SchedulerReserver
+from decode_worker.scheduler import DecodeScheduler
+from kv_transfer import codec
+from kv_transfer.decode_actions import (
+    AnswerCommit,
+    AnswerReserve,
+    DecodeAction,
+    RejectFrame,
+    Scatter,
+    Start,
+)
+from kv_transfer.decode_side import DecodeCounters, DecodeHandoffs
+from kv_transfer.events import FrameLanded, LinkDown
+from kv_transfer.transport import FrameReceiver
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.rank.outbox import Outbox
+from pdserve.request import Request, RequestId
+from pdserve.rpc.codec import request_from_wire
+from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A sequence that runs from now on."""
+
+    request: Request
+    decode_attempt: int
+
+
+class LandingDesk:
+    """All hand-offs into a decode rank. Engine thread only: it alone writes blocks."""
+
+    def __init__(
+        self,
+        *,
+        handoffs: DecodeHandoffs,
+        reserver: SchedulerReserver,
+        scheduler: DecodeScheduler,
+        kv: KvTensors,
+        links: FrameReceiver,
+        outbox: Outbox,
+    ) -> None:
+        self._handoffs = handoffs
+        self._reserver = reserver
+        self._scheduler = scheduler
+        self._kv = kv
+        self._links = links
+        self._outbox = outbox
+        self._started: list[Started] = []
+
+    @property
+    def counters(self) -> DecodeCounters:
+        """Totals since start."""
+        return self._handoffs.counters
+
+    @property
+    def num_reservations(self) -> int:
+        """Reservations that hold blocks."""
+        return self._handoffs.num_reservations
+
+    @property
+    def num_receiving(self) -> int:
+        """Reservations of which some frames have come."""
+        return self._handoffs.num_receiving
+
+    def reserve(self, call_id: int, message: handoff_pb2.ReserveRequest) -> None:
+        """Grants or refuses."""
+        envelope = codec.envelope_from_wire(message.envelope)
+        request = request_from_wire(message.request)
+        self._run(self._handoffs.reserve(call_id, envelope, request))
+
+    def commit(self, call_id: int, message: handoff_pb2.CommitRequest) -> None:
+        """Answers now or when the last frame has landed."""
+        envelope = codec.envelope_from_wire(message.envelope)
+        token = codec.first_token_from_wire(message.first_tokens[0])
+        self._run(self._handoffs.commit(call_id, envelope, token, message.manifest_digest))
+
+    def abort(self, call_id: int, message: handoff_pb2.AbortHandoffRequest) -> None:
+        """Gives the reservation's blocks back."""
+        envelope = codec.envelope_from_wire(message.envelope)
+        self._run(self._handoffs.abort(envelope, message.detail))
+        answer = handoff_pb2.AbortHandoffResponse()
+        self._outbox.reply(call_id, rank_pb2.RankReply(abort=answer))
+
+    def renew(self, call_id: int, message: handoff_pb2.RenewRequest) -> None:
+        """Extends leases."""
+        envelopes = tuple(codec.envelope_from_wire(item) for item in message.envelopes)
+        answer = handoff_pb2.RenewResponse(is_alive=self._handoffs.renew(envelopes))
+        self._outbox.reply(call_id, rank_pb2.RankReply(renew=answer))
+
+    def frame_landed(self, event: FrameLanded) -> None:
+        """Checks a frame and copies it into its blocks."""
+        self._run(self._handoffs.frame_landed(event))
+
+    def link_down(self, event: LinkDown) -> None:
+        """Drops what a dead link had not delivered."""
+        self._run(self._handoffs.link_down(event.link.peer))
+
+    def cancel(self, request_id: RequestId, attempt: int) -> bool:
+        """Drops reservations of a request; says whether there was one."""
+        outcome = self._handoffs.cancel(request_id, attempt)
+        self._run(outcome.actions)
+        return outcome.was_known
+
+    def withdraw(self, request_id: RequestId, attempt: int) -> None:
+        """Drops a reservation that the scheduler let go; prefill keeps the KV."""
+        reservation_id = self._reserver.find(request_id, attempt)
+        assert reservation_id is not None
+        self._run(self._handoffs.withdraw(reservation_id, "let go to make room"))
+
+    def drain(self) -> None:
+        """Refuses new reservations from now on."""
+        self._handoffs.is_draining = True
+
+    def tick(self) -> None:
+        """Drops what nobody renewed."""
+        self._run(self._handoffs.tick())
+
+    def take_started(self) -> list[Started]:
+        """Returns, once, the sequences that started."""
+        started, self._started = self._started, []
+        return started
+
+    def forget(self, request_id: RequestId, attempt: int) -> None:
+        """Drops the key of a sequence that ended."""
+        self._reserver.forget(request_id, attempt)
+
+    def _run(self, actions: Sequence[DecodeAction]) -> None:
+        for action in actions:
+            match action:
+                case AnswerReserve():
+                    answer = codec.reserve_answer_to_wire(action.answer)
+                    self._outbox.reply(action.call_id, rank_pb2.RankReply(reserve=answer))
+                case AnswerCommit():
+                    commit = codec.commit_answer_to_wire(action.answer)
+                    self._outbox.reply(action.call_id, rank_pb2.RankReply(commit=commit))
+                case Scatter():
+                    self._scatter(action)
+                case RejectFrame():
+                    self._links.release_slot(action.landed)
+                case Start():
+                    self._start(action)
+
+    def _scatter(self, action: Scatter) -> None:
+        frame = action.frame
+        request_id, attempt = self._reserver.key(action.reservation_id)
+        table = self._scheduler.block_table(request_id, attempt)
+        block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
+        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
+        self._kv.scatter(block_ids, layers, self._links.payload(action.landed))
+        self._links.release_slot(action.landed)
+        self._run(self._handoffs.frame_scattered(action.reservation_id, frame.index))
+
+    def _start(self, action: Start) -> None:
+        self._reserver.start(action.reservation_id, action.first_token.token_id)
+        started = Started(
+            request=action.request, decode_attempt=action.envelope.decode_attempt
+        )
+        self._started.append(started)
+
+    def describe_links(self) -> list[inference_pb2.LinkInfo]:
+        """Returns the live links for status pages."""
+        return codec.links_to_wire(self._links.links())

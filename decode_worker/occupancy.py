@@ -1,0 +1,206 @@
+"""Which sequences are on a decode worker, and which blocks each of them holds.
+
+A sequence owns the references of its table from `open` until `drop`; nobody else frees them.
+"""
+
+from dataclasses import dataclass
+
+from decode_worker.admission import BlockNeed, block_need, has_room
+from pdserve.cache.block_hash import HashChain
+from pdserve.cache.block_pool import BlockPool
+from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
+from pdserve.config.engine import EngineConfig
+from pdserve.engine.scheduler import (
+    SchedulerCounters,
+    SchedulerLedger,
+    SchedulerLoad,
+    SequenceRoster,
+    SequenceState,
+    Stage,
+    WaitingLanes,
+    check_references,
+    num_blocks_for,
+)
+from pdserve.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LetGo:
+    """A healthy sequence that this worker gave up; its blocks are freed."""
+
+    request: Request
+    stage: Stage
+    """`reserved`: the prefill worker still has the KV and needs another place for it. Any other:
+    the router continues it as its next attempt."""
+    next_index: int
+    """First output index that was not made here."""
+
+
+class Occupancy:
+    """The sequences, queue and blocks of one decode replica. Engine thread only."""
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, revision: str, *, max_waiting: int
+    ) -> None:
+        """Starts empty."""
+        self._block_size = config.block_size
+        self._revision = revision
+        self.cache = PrefixCache(BlockPool(num_blocks), is_enabled=config.enable_prefix_caching)
+        self.roster = SequenceRoster()
+        self.lanes = WaitingLanes(max_waiting)
+        self.computing: list[SequenceState] = []
+        self.counters = SchedulerCounters()
+        self._let_go: list[LetGo] = []
+
+    @property
+    def num_let_go(self) -> int:
+        """Sequences given up that nobody has asked for yet."""
+        return len(self._let_go)
+
+    def at(self, stage: Stage) -> tuple[SequenceState, ...]:
+        """Returns the sequences at a stage, the oldest first."""
+        return tuple(sequence for sequence in self.roster if sequence.stage is stage)
+
+    def chain(self, request: Request) -> HashChain:
+        """Hashes a request's tokens."""
+        return HashChain(request.token_ids, self._block_size, request.tenant_salt, self._revision)
+
+    def need(self, request: Request) -> BlockNeed:
+        """Returns the blocks a request needs at its start and at its longest."""
+        return block_need(
+            len(request.token_ids),
+            request.num_prompt_tokens + request.sampling.max_tokens,
+            self._block_size,
+        )
+
+    def find_for_landing(self, chain: HashChain) -> PrefixHit:
+        """Finds what need not be sent: any full block, since the next token comes along."""
+        return self.cache.find(chain, chain.num_full_blocks)
+
+    def find_for_computing(self, chain: HashChain) -> PrefixHit:
+        """Finds what need not be computed: the last token always is, for its logits."""
+        return self.cache.find(chain, (len(chain) - 1) // self._block_size)
+
+    def num_hit_tokens(self, hit: PrefixHit) -> int:
+        """Returns the tokens in the blocks of a hit."""
+        return len(hit.block_ids) * self._block_size
+
+    def has_room(self, hit: PrefixHit, need: BlockNeed, num_claimed: int = 0) -> bool:
+        """Says whether a sequence can start, `num_claimed` blocks being meant for another."""
+        num_available = self.cache.pool.num_available - hit.num_unreferenced - num_claimed
+        num_growing = len(self.at(Stage.RUNNING)) + len(self.computing)
+        return has_room(num_available, num_growing, need.num_table_blocks - len(hit.block_ids))
+
+    def num_claimed_by_head(self) -> int:
+        """Returns the available blocks that the head of the queue waits for.
+
+        Reservations leave them alone: else those that come later would starve it.
+        """
+        head = self.lanes.head()
+        if head is None:
+            return 0
+        hit = self.find_for_computing(head.chain)
+        num_new = self.need(head.request).num_table_blocks - len(hit.block_ids)
+        return num_new + hit.num_unreferenced
+
+    def open(self, sequence: SequenceState, hit: PrefixHit, need: BlockNeed) -> None:
+        """Takes all blocks a sequence needs to start.
+
+        Raises:
+            NoFreeBlocks: there is no room, which `has_room` would have told.
+        """
+        sequence.table = self.cache.open(hit, need.num_table_blocks)
+        sequence.num_cached_tokens = self.num_hit_tokens(hit)
+        self.counters.prefix_cache_queries += len(sequence.chain)
+        self.counters.prefix_cache_hits += sequence.num_cached_tokens
+
+    def grow(self, sequence: SequenceState) -> bool:
+        """Gives a sequence the block of its next token; False if it had to go itself.
+
+        While no block is left the youngest holder goes. One that is alone never needs more than
+        the pool has: that was checked when it came.
+        """
+        num_blocks = num_blocks_for(len(sequence.chain), self._block_size)
+        if num_blocks <= len(sequence.table.block_ids):
+            return True
+        while self.cache.pool.num_available == 0:
+            youngest = [holder for holder in self.roster if holder.table.block_ids][-1]
+            self.give_up(youngest)
+            if youngest is sequence:
+                return False
+        self.cache.grow(sequence.table, num_blocks)
+        return True
+
+    def run(self, sequence: SequenceState, token_id: int) -> None:
+        """Appends a sampled token; the sequence runs from then on."""
+        if sequence.stage is Stage.COMPUTING:
+            self.computing.remove(sequence)
+        sequence.stage = Stage.RUNNING
+        sequence.chain.extend((token_id,))
+
+    def give_up(self, sequence: SequenceState) -> None:
+        """Drops a healthy sequence and notes that it is to go on elsewhere."""
+        if sequence.stage in (Stage.RUNNING, Stage.COMPUTING):
+            self.counters.preemptions += 1
+        self._let_go.append(
+            LetGo(
+                request=sequence.request,
+                stage=sequence.stage,
+                next_index=sequence.num_output_tokens,
+            )
+        )
+        self.drop(sequence)
+
+    def take_let_go(self) -> tuple[LetGo, ...]:
+        """Returns, once, what was given up."""
+        taken = tuple(self._let_go)
+        self._let_go.clear()
+        return taken
+
+    def drop(self, sequence: SequenceState) -> None:
+        """Forgets a sequence at any stage and frees its blocks."""
+        if sequence.stage is Stage.WAITING:
+            self.lanes.remove(sequence)
+        elif sequence.stage is Stage.COMPUTING:
+            self.computing.remove(sequence)
+        self.cache.close(sequence.table)
+        self.roster.remove(sequence)
+
+    def load(self) -> SchedulerLoad:
+        """Returns how busy the worker is."""
+        pool = self.cache.pool
+        num_reserved_blocks = sum(
+            len(sequence.table.block_ids) - sequence.table.num_hit_blocks
+            for sequence in self.at(Stage.RESERVED)
+        )
+        return SchedulerLoad(
+            num_waiting=len(self.lanes),
+            num_running=len(self.at(Stage.RUNNING)) + len(self.computing),
+            queued_tokens=sum(
+                len(sequence.chain) - sequence.num_computed
+                for sequence in (*self.lanes, *self.computing)
+            ),
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            reserved_blocks=num_reserved_blocks,
+            active_blocks=pool.num_referenced - num_reserved_blocks,
+        )
+
+    def ledger(self) -> SchedulerLedger:
+        """Returns what is held."""
+        pool = self.cache.pool
+        num_reserved = len(self.at(Stage.RESERVED))
+        return SchedulerLedger(
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            sequences=len(self.roster) - num_reserved,
+            reservations=num_reserved,
+            held_handoffs=0,
+        )
+
+    def check(self) -> None:
+        """Asserts that pool, cache and tables agree."""
+        self.cache.check()
+        check_references(self.cache.pool, self.roster)

@@ -1,0 +1,73 @@
+"""The rank process of a decode worker."""
+
+import secrets
+import sys
+
+from decode_worker.engine import DecodeEngine
+from decode_worker.landing import LandingDesk
+from decode_worker.reserver import SchedulerReserver
+from decode_worker.scheduler import DecodeScheduler
+from kv_transfer.decode_side import DecodeHandoffs
+from kv_transfer.plan import frame_bytes
+from kv_transfer.protocol import Identity
+from kv_transfer.receiver import LinkListener
+from pdserve.rank.startup import RankContext, run_rank
+from pdserve.request import ReservationId, WorkerId
+
+
+def build_engine(context: RankContext) -> DecodeEngine:
+    """Puts the parts of a decode rank together."""
+    config = context.config
+    scheduler = DecodeScheduler(
+        config.engine,
+        context.kv.num_blocks,
+        context.geometry.model_revision,
+        context.clock,
+        max_waiting=config.max_waiting,
+        max_local_prefill_tokens=config.max_local_prefill_tokens,
+    )
+    me = Identity(
+        worker_id=WorkerId(config.worker_id),
+        incarnation=context.incarnation,
+        compatibility_digest=context.geometry.digest(),
+    )
+    links = LinkListener(
+        me=me,
+        host=config.host,
+        config=config.handoff,
+        slot_bytes=frame_bytes(context.geometry, config.handoff.frame_tokens),
+        post=context.inbox.post,
+    )
+    reserver = SchedulerReserver(
+        scheduler, context.max_model_len, config.faults.reject_reservations
+    )
+    handoffs = DecodeHandoffs(
+        me=me,
+        geometry=context.geometry,
+        config=config.handoff,
+        reserver=reserver,
+        link_endpoint=links.endpoint(),
+        mint_id=lambda: ReservationId(secrets.token_bytes(16)),
+        clock=context.clock,
+    )
+    landing = LandingDesk(
+        handoffs=handoffs,
+        reserver=reserver,
+        scheduler=scheduler,
+        kv=context.kv,
+        links=links,
+        outbox=context.outbox,
+    )
+    return DecodeEngine(
+        config=config,
+        scheduler=scheduler,
+        runner=context.runner,
+        landing=landing,
+        outbox=context.outbox,
+        clock=context.clock,
+        max_model_len=context.max_model_len,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(build_engine))

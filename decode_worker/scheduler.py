@@ -1,0 +1,395 @@
+"""Chooses what a decode worker computes next, and who holds its KV blocks meanwhile.
+
+    reserve -> reserved --start (KV has landed)--> running --finished--> (prefix cache)
+    submit_local -> waiting --admitted--> computing --first token--> running
+    cancel, or letting go of the youngest when blocks run out, from anywhere.
+
+Running sequences come first in a step, the oldest first of all. When one of them needs a block
+and none is left, the youngest by arrival is let go: a running or computing one goes back to the
+router, a reservation back to its prefill worker. The oldest goes only when it is alone, which
+cannot be, since what exceeds the pool alone was refused; so each step takes some sequence on.
+"""
+
+from dataclasses import dataclass, replace
+
+from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
+from decode_worker.occupancy import LetGo, Occupancy
+from pdserve.config.engine import EngineConfig
+from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
+from pdserve.engine.scheduler import (
+    SchedulerCounters,
+    SchedulerLedger,
+    SchedulerLoad,
+    SequenceTimes,
+    Stage,
+    make_slice,
+    num_chunk_tokens,
+)
+from pdserve.errors import InvalidField, LocalPrefillRefused, TooLong
+from pdserve.request import (
+    BlockId,
+    FinishReason,
+    Request,
+    RequestId,
+    SampledToken,
+    finish_reason_after,
+)
+from pdserve.timeline import Clock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeProgress:
+    """One token that a step made."""
+
+    request_id: RequestId
+    attempt: int
+    token: SampledToken
+    output_index: int
+    finish_reason: FinishReason | None
+    """Set with the last token; the blocks are freed by then."""
+    num_cached_tokens: int
+    """Tokens of the request whose KV came from the prefix cache."""
+    num_recomputed_tokens: int
+    """Tokens of the request that this worker computed itself."""
+    times: SequenceTimes
+    """Of a sequence that was prefilled here; all None for a handed-off one."""
+
+
+class DecodeScheduler:
+    """The batch, the reservations and the blocks of one decode replica. Engine thread only."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        revision: str,
+        clock: Clock,
+        *,
+        max_waiting: int,
+        max_local_prefill_tokens: int | None,
+    ) -> None:
+        """Starts idle.
+
+        Args:
+            config: budgets and block size.
+            num_blocks: KV blocks of the pool.
+            revision: model revision; KV of different revisions never mixes.
+            clock: time of deadlines and retry hints.
+            max_waiting: requests that wait to be prefilled here; one more is refused.
+            max_local_prefill_tokens: prompt tokens computed here for one request; None: any.
+        """
+        self._config = config
+        self._clock = clock
+        self._max_local_prefill_tokens = max_local_prefill_tokens
+        self._occupancy = Occupancy(config, num_blocks, revision, max_waiting=max_waiting)
+        self._pace = StepPace(clock)
+
+    @property
+    def has_work(self) -> bool:
+        """Says whether the next plan computes something.
+
+        Reservations are no work, nor is a queue whose head waits for them.
+        """
+        occupancy = self._occupancy
+        if occupancy.computing or occupancy.at(Stage.RUNNING):
+            return True
+        head = occupancy.lanes.head()
+        return head is not None and occupancy.has_room(
+            occupancy.find_for_computing(head.chain), occupancy.need(head.request)
+        )
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """Totals since start; `prompt_tokens` are those this worker computed itself."""
+        return replace(
+            self._occupancy.counters,
+            stale_refused=self._occupancy.roster.num_stale_refused,
+        )
+
+    def reserve(self, request: Request) -> Grant | Refusal:
+        """Takes all blocks that a sequence needs to start, or none.
+
+        An older attempt of the request is dropped first.
+
+        Raises:
+            StaleAttempt: this attempt or a newer one is here.
+        """
+        occupancy = self._occupancy
+        older = occupancy.roster.older_attempt(request)
+        if older is not None:
+            occupancy.drop(older)
+        need, pool = occupancy.need(request), occupancy.cache.pool
+        if need.num_final_blocks > pool.num_blocks:
+            return Refusal(
+                reason=RefusalReason.TOO_LARGE,
+                detail=f"needs {need.num_final_blocks} blocks of {pool.num_blocks}",
+                retry_after_s=None,
+            )
+        chain = occupancy.chain(request)
+        hit = occupancy.find_for_landing(chain)
+        if not occupancy.has_room(hit, need, occupancy.num_claimed_by_head()):
+            num_new = need.num_table_blocks - len(hit.block_ids)
+            return Refusal(
+                reason=RefusalReason.NO_ROOM,
+                detail=f"needs {num_new} new blocks, {pool.num_available} are available",
+                retry_after_s=self._retry_hint_s(),
+            )
+        sequence = occupancy.roster.add(request, chain, Stage.RESERVED, self._clock.now())
+        occupancy.open(sequence, hit, need)
+        return Grant(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            block_ids=tuple(sequence.table.block_ids),
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def release_reservation(self, request_id: RequestId, attempt: int) -> bool:
+        """Gives a reservation's blocks back; False if there is none (it may be repeated)."""
+        sequence = self._occupancy.roster.find(request_id)
+        if (
+            sequence is None
+            or sequence.request.attempt != attempt
+            or sequence.stage is not Stage.RESERVED
+        ):
+            return False
+        self._occupancy.drop(sequence)
+        return True
+
+    def start(self, request_id: RequestId, attempt: int, first_token: int) -> None:
+        """Lets a reserved sequence run: KV of all its tokens has landed in its blocks.
+
+        Args:
+            request_id: the request.
+            attempt: its attempt.
+            first_token: sampled on prefill; its output index is the request's `num_emitted`.
+
+        Raises:
+            StaleAttempt: it is not reserved here (any more).
+        """
+        occupancy = self._occupancy
+        sequence = occupancy.roster.require(request_id, attempt, Stage.RESERVED)
+        request = sequence.request
+        if finish_reason_after(request, request.num_emitted + 1, first_token) is not None:
+            raise InvalidField("first_token", first_token, "a token that does not end the output")
+        sequence.num_computed = len(request.token_ids)
+        occupancy.cache.enter(sequence.table, sequence.chain, sequence.num_computed)
+        occupancy.run(sequence, first_token)
+
+    def submit_local(self, request: Request) -> None:
+        """Queues a request that is prefilled here; an older attempt of it is dropped first.
+
+        Raises:
+            StaleAttempt: this attempt or a newer one is here.
+            Overloaded: the queue is full.
+            TooLong: the pool could never hold it.
+            LocalPrefillRefused: more prompt tokens are to compute than is allowed.
+        """
+        occupancy = self._occupancy
+        older = occupancy.roster.older_attempt(request)
+        num_tokens = len(request.token_ids)
+        if num_tokens == 0:
+            raise InvalidField("token_ids", num_tokens, "at least one token")
+        num_blocks = occupancy.cache.pool.num_blocks
+        if occupancy.need(request).num_final_blocks > num_blocks:
+            raise TooLong(
+                "prompt plus max_tokens",
+                request.num_prompt_tokens + request.sampling.max_tokens,
+                f"at most {num_blocks * self._config.block_size + 1}, this worker's KV cache",
+            )
+        if older is not None:
+            occupancy.drop(older)
+        occupancy.lanes.require_room()
+        chain = occupancy.chain(request)
+        hit = occupancy.find_for_computing(chain)
+        num_to_compute = num_tokens - occupancy.num_hit_tokens(hit)
+        if not self._may_compute(num_to_compute):
+            raise LocalPrefillRefused(
+                f"{num_to_compute} prompt tokens to compute, this worker may compute "
+                f"{self._max_local_prefill_tokens}"
+            )
+        occupancy.lanes.push(occupancy.roster.add(request, chain, Stage.WAITING, self._clock.now()))
+
+    def cancel(self, request_id: RequestId, attempt: int | None = None) -> bool:
+        """Drops a request at any stage and frees its blocks.
+
+        Args:
+            request_id: the request.
+            attempt: drops this attempt and older ones; None drops any.
+
+        Returns:
+            Whether there was something to drop.
+        """
+        sequence = self._occupancy.roster.find(request_id)
+        if sequence is None or (attempt is not None and sequence.request.attempt > attempt):
+            return False
+        self._occupancy.drop(sequence)
+        return True
+
+    def plan_step(self) -> StepPlan | None:
+        """Plans the next step; None if nothing can be computed. May let sequences go."""
+        num_let_go = self._occupancy.num_let_go
+        slices = self._plan_running()
+        # After a preemption nothing is admitted: it would take the block that was just freed.
+        slices += self._plan_prefill(
+            self._config.max_num_batched_tokens - len(slices),
+            self._config.max_num_seqs - len(slices),
+            may_admit=self._occupancy.num_let_go == num_let_go,
+        )
+        self._pace.begin_step()
+        return StepPlan(slices=tuple(slices)) if slices else None
+
+    def complete_step(self, plan: StepPlan, result: StepResult) -> tuple[DecodeProgress, ...]:
+        """Books a step that was run; sequences dropped meanwhile are left out."""
+        self._pace.end_step()
+        progress: list[DecodeProgress] = []
+        for part in plan.slices:
+            sequence = self._occupancy.roster.find_planned(part)
+            if sequence is None:
+                continue
+            num_prompt = max(0, min(part.end, len(part.request.token_ids)) - part.start)
+            self._occupancy.counters.prompt_tokens += num_prompt
+            sequence.num_computed_here += num_prompt
+            sequence.num_computed = part.end
+            self._occupancy.cache.enter(sequence.table, sequence.chain, part.end)
+            if part.output_index is None:
+                continue
+            token = result.sampled[part.request.request_id]
+            self._occupancy.counters.generation_tokens += 1
+            if sequence.stage is Stage.COMPUTING:
+                sequence.sampled_s = self._clock.now()
+            reason = finish_reason_after(part.request, part.output_index + 1, token.token_id)
+            if reason is None:
+                self._occupancy.run(sequence, token.token_id)
+            else:
+                self._occupancy.drop(sequence)
+            progress.append(
+                DecodeProgress(
+                    request_id=part.request.request_id,
+                    attempt=part.request.attempt,
+                    token=token,
+                    output_index=part.output_index,
+                    finish_reason=reason,
+                    num_cached_tokens=sequence.num_cached_tokens,
+                    num_recomputed_tokens=sequence.num_computed_here,
+                    times=sequence.times,
+                )
+            )
+        return tuple(progress)
+
+    def take_let_go(self) -> tuple[LetGo, ...]:
+        """Names, once, the sequences given up since the last call: ask after each plan."""
+        return self._occupancy.take_let_go()
+
+    def drain(self) -> tuple[LetGo, ...]:
+        """Gives up everything, reservations too."""
+        for sequence in self._occupancy.roster:
+            self._occupancy.give_up(sequence)
+        return self._occupancy.take_let_go()
+
+    def stage_of(self, request_id: RequestId) -> Stage | None:
+        """Returns where a request stands; None if it is not here."""
+        sequence = self._occupancy.roster.find(request_id)
+        return None if sequence is None else sequence.stage
+
+    def requests(self) -> tuple[Request, ...]:
+        """Returns all requests here, the oldest first."""
+        return tuple(sequence.request for sequence in self._occupancy.roster)
+
+    def block_table(self, request_id: RequestId, attempt: int) -> tuple[BlockId, ...]:
+        """Returns the blocks of a sequence.
+
+        Raises:
+            StaleAttempt: this attempt is not here (any more).
+        """
+        return tuple(self._occupancy.roster.require(request_id, attempt).table.block_ids)
+
+    def expired(self, now_s: float) -> tuple[RequestId, ...]:
+        """Names the requests whose deadline has passed; the caller cancels them."""
+        return self._occupancy.roster.expired(now_s)
+
+    def load(self) -> SchedulerLoad:
+        """Returns how busy the worker is."""
+        return self._occupancy.load()
+
+    def ledger(self) -> SchedulerLedger:
+        """Returns what is held."""
+        return self._occupancy.ledger()
+
+    def check(self) -> None:
+        """Asserts that pool, cache and tables agree."""
+        self._occupancy.check()
+
+    def _plan_running(self) -> list[SequenceSlice]:
+        # Prompts that are being computed keep their seats, or landing sequences would starve them.
+        num_computing = len(self._occupancy.computing)
+        max_running = min(
+            self._config.max_num_seqs - num_computing,
+            self._config.max_num_batched_tokens - bool(num_computing),
+        )
+        slices: list[SequenceSlice] = []
+        # The oldest first: whoever must go for one of them is younger, so not in a slice yet.
+        for sequence in self._occupancy.at(Stage.RUNNING):
+            if len(slices) == max(1, max_running):
+                break
+            if self._occupancy.roster.is_live(sequence) and self._occupancy.grow(sequence):
+                slices.append(make_slice(sequence, 1))
+        return slices
+
+    def _plan_prefill(
+        self, budget: int, max_slices: int, *, may_admit: bool
+    ) -> list[SequenceSlice]:
+        slices: list[SequenceSlice] = []
+        for sequence in self._occupancy.computing:
+            count = num_chunk_tokens(
+                sequence.num_computed, len(sequence.chain), budget, may_split_tile=not slices
+            )
+            if count == 0 or len(slices) == max_slices:
+                return slices
+            slices.append(make_slice(sequence, count))
+            budget -= count
+        while may_admit and self._has_free_seat() and len(slices) < max_slices:
+            count = self._admit_head(budget, may_split_tile=not slices)
+            if count == 0:
+                break
+            slices.append(make_slice(self._occupancy.computing[-1], count))
+            budget -= count
+        return slices
+
+    def _has_free_seat(self) -> bool:
+        num_seated = len(self._occupancy.at(Stage.RUNNING)) + len(self._occupancy.computing)
+        return num_seated < self._config.max_num_seqs
+
+    def _admit_head(self, budget: int, *, may_split_tile: bool) -> int:
+        """Moves the head of the queue to computing and returns its first chunk; 0: it waits."""
+        occupancy = self._occupancy
+        sequence = occupancy.lanes.head()
+        if sequence is None:
+            return 0
+        hit = occupancy.find_for_computing(sequence.chain)
+        num_cached, num_tokens = occupancy.num_hit_tokens(hit), len(sequence.chain)
+        if not self._may_compute(num_tokens - num_cached):
+            # What it counted on was evicted while it waited.
+            occupancy.give_up(sequence)
+            return 0
+        need = occupancy.need(sequence.request)
+        count = num_chunk_tokens(num_cached, num_tokens, budget, may_split_tile=may_split_tile)
+        if count == 0 or not occupancy.has_room(hit, need):
+            return 0
+        occupancy.lanes.remove(sequence)
+        occupancy.open(sequence, hit, need)
+        sequence.num_computed = num_cached
+        sequence.stage = Stage.COMPUTING
+        sequence.started_s = self._clock.now()
+        occupancy.computing.append(sequence)
+        return count
+
+    def _may_compute(self, num_tokens: int) -> bool:
+        limit = self._max_local_prefill_tokens
+        return limit is None or num_tokens <= limit
+
+    def _retry_hint_s(self) -> float:
+        remaining = (
+            sequence.request.sampling.max_tokens - sequence.num_output_tokens
+            for sequence in self._occupancy.at(Stage.RUNNING)
+        )
+        return self._pace.retry_hint_s(remaining)

@@ -1,0 +1,384 @@
+"""The decode worker's side of all its hand-offs (the ladder is drawn in `protocol.py`)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.decode_actions import (
+    AnswerCommit,
+    AnswerReserve,
+    DecodeAction,
+    RejectFrame,
+    Scatter,
+    Start,
+)
+from kv_transfer.events import FrameLanded
+from kv_transfer.fences import Fences
+from kv_transfer.plan import make_manifest
+from kv_transfer.protocol import (
+    Acknowledged,
+    BlockReserver,
+    Envelope,
+    FirstToken,
+    Grant,
+    HandoffAborted,
+    Identity,
+    LinkEndpoint,
+    Refusal,
+    RefusalReason,
+    salt_digest,
+)
+from kv_transfer.reservation import Reservation
+from pdserve.config.model import KvGeometry
+from pdserve.config.worker import HandoffConfig
+from pdserve.request import HandoffId, Incarnation, Request, RequestId, ReservationId, WorkerId
+from pdserve.timeline import Clock
+
+RETRY_AFTER_QUARANTINE_S = 0.05
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    """Totals since start."""
+
+    granted: int = 0
+    refused: int = 0
+    started: int = 0
+    aborted: int = 0
+    stale_refused: int = 0
+    leases_expired: int = 0
+    frames_rejected: int = 0
+    bytes_landed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelOutcome:
+    """What a cancel met, and what it causes."""
+
+    was_known: bool
+    """True: a reservation of this request was dropped."""
+    actions: list[DecodeAction]
+
+
+class DecodeHandoffs:
+    """All reservations of a decode worker.
+
+    Every method takes one event and returns the actions it causes, in order. Called on the engine
+    thread only. Blocks leave a reservation in exactly one way: `BlockReserver.release`, or `Start`.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: Identity,
+        geometry: KvGeometry,
+        config: HandoffConfig,
+        reserver: BlockReserver,
+        link_endpoint: LinkEndpoint,
+        mint_id: Callable[[], ReservationId],
+        clock: Clock,
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            me: this worker.
+            geometry: the shape of its blocks.
+            config: leases and frame size.
+            reserver: the scheduler.
+            link_endpoint: where this worker's rank listens for links.
+            mint_id: returns 128 fresh random bits.
+            clock: gives monotonic seconds.
+        """
+        self.counters = DecodeCounters()
+        self.is_draining = False
+        """True refuses new reservations; those granted go on."""
+        self._me = me
+        self._geometry = geometry
+        self._config = config
+        self._reserver = reserver
+        self._link_endpoint = link_endpoint
+        self._mint_id = mint_id
+        self._clock = clock
+        self._reservations: dict[ReservationId, Reservation] = {}
+        self._by_handoff: dict[HandoffId, ReservationId] = {}
+        self._peers: dict[WorkerId, Incarnation] = {}
+        self._fences = Fences(keep_s=6 * max(config.lease_s, config.frame_timeout_s))
+
+    @property
+    def num_reservations(self) -> int:
+        """Reservations that hold blocks, those being aborted included."""
+        return len(self._reservations)
+
+    @property
+    def num_receiving(self) -> int:
+        """Reservations of which some frames have come."""
+        return sum(bool(entry.landed) for entry in self._reservations.values())
+
+    def reserve(self, call_id: int, envelope: Envelope, request: Request) -> list[DecodeAction]:
+        """Answers a Reserve call; a newer attempt drops what older ones of its hand-off hold."""
+        stale = self._check_envelope(envelope, request)
+        if stale is not None:
+            return [self._refuse(call_id, stale)]
+        actions = self._meet_peer(envelope)
+        live = self._find(envelope.handoff_id)
+        if live is not None and live.envelope.key == envelope.key and not live.is_aborting:
+            return [*actions, AnswerReserve(call_id=call_id, answer=live.grant)]
+        fenced = self._fences.check(envelope, request.request_id)
+        if fenced is not None:
+            return [*actions, self._refuse(call_id, fenced)]
+        if live is not None:
+            actions += self._abort(live, RefusalReason.STALE, "a newer attempt came")
+        self._fences.raise_to(envelope.handoff_id, envelope.key, self._clock.now())
+        for old in self._fences.take_started(envelope.handoff_id):
+            self._reserver.stop(old)
+        return [*actions, self._grant(call_id, envelope, request)]
+
+    def frame_landed(self, landed: FrameLanded) -> list[DecodeAction]:
+        """Checks a frame; it is scattered, or rejected and its hand-off aborted."""
+        entry = self._reservations.get(landed.reservation_id)
+        if entry is None or entry.is_aborting:
+            return [self._reject(landed, "unknown reservation")]
+        if entry.envelope.prefill_incarnation != landed.link.peer:
+            return [self._reject(landed, "another worker's reservation")]
+        fault = entry.find_fault(landed)
+        if fault is not None:
+            detail = f"frame {landed.frame_index}: {fault}"
+            return [
+                self._reject(landed, detail),
+                *self._abort(entry, RefusalReason.INCOMPATIBLE, detail),
+            ]
+        entry.landed.add(landed.frame_index)
+        entry.scattering.add(landed.frame_index)
+        entry.expires_at_s = self._clock.now() + self._config.lease_s
+        self.counters.bytes_landed += landed.num_bytes
+        frame = entry.manifest.frames[landed.frame_index]
+        return [Scatter(reservation_id=landed.reservation_id, frame=frame, landed=landed)]
+
+    def frame_scattered(
+        self, reservation_id: ReservationId, frame_index: int
+    ) -> list[DecodeAction]:
+        """Notes that a `Scatter` is through; its blocks are not written any more."""
+        entry = self._reservations[reservation_id]
+        entry.scattering.discard(frame_index)
+        if entry.is_aborting:
+            self._release_if_quiet(entry)
+            return []
+        return self._start_if_landed(entry)
+
+    def commit(
+        self, call_id: int, envelope: Envelope, first_token: FirstToken, manifest_digest: bytes
+    ) -> list[DecodeAction]:
+        """Takes a Commit call, new or repeated; it is answered when all frames are there."""
+        reservation_id = envelope.reservation_id
+        if envelope.decode_incarnation != self._me.incarnation or reservation_id is None:
+            return [self._deny(call_id, "another incarnation or no reservation")]
+        if self._fences.has_started(envelope.handoff_id, reservation_id):
+            return [AnswerCommit(call_id=call_id, answer=Acknowledged())]
+        entry = self._reservations.get(reservation_id)
+        if entry is None or entry.is_aborting:
+            reason = self._fences.why_gone(reservation_id) or RefusalReason.STALE
+            return [self._deny(call_id, "unknown reservation", reason)]
+        if entry.envelope.key != envelope.key or not entry.is_from(envelope):
+            return [self._deny(call_id, "the envelope differs from the reservation's")]
+        entry.waiting_calls.append(call_id)
+        if manifest_digest != entry.manifest.digest:
+            return self._abort(entry, RefusalReason.INCOMPATIBLE, "the manifests differ")
+        if entry.first_token is not None and entry.first_token != first_token:
+            return self._abort(entry, RefusalReason.INCOMPATIBLE, "two different first tokens")
+        entry.first_token = first_token
+        entry.expires_at_s = self._clock.now() + self._config.lease_s
+        return self._start_if_landed(entry)
+
+    def abort(self, envelope: Envelope, detail: str) -> list[DecodeAction]:
+        """Takes an Abort call: fences this attempt, known or not, running or not."""
+        if envelope.decode_incarnation != self._me.incarnation:
+            self.counters.stale_refused += 1
+            return []
+        live = self._find(envelope.handoff_id)
+        actions: list[DecodeAction] = []
+        if live is not None and live.envelope.key <= envelope.key:
+            actions = self._abort(live, RefusalReason.STALE, detail)
+        self._fences.raise_above(envelope.handoff_id, envelope.key, self._clock.now())
+        # Prefill aborts only what it has no acknowledgement for, and will place elsewhere.
+        for old in self._fences.take_started(envelope.handoff_id, up_to=envelope.key):
+            self._reserver.stop(old)
+        return actions
+
+    def cancel(self, request_id: RequestId, attempt: int) -> CancelOutcome:
+        """Drops reservations of this and older attempts; an unknown id leaves a tombstone.
+
+        A sequence that has started is the scheduler's to cancel.
+        """
+        self._fences.cancel(request_id, attempt, self._clock.now())
+        actions: list[DecodeAction] = []
+        was_known = False
+        for entry in list(self._reservations.values()):
+            if entry.request.request_id == request_id and entry.envelope.attempt <= attempt:
+                was_known = True
+                actions += self._abort(entry, RefusalReason.CANCELLED, "cancelled")
+        return CancelOutcome(was_known=was_known, actions=actions)
+
+    def renew(self, envelopes: tuple[Envelope, ...]) -> tuple[bool, ...]:
+        """Extends leases; answers for each whether it still holds a reservation."""
+        return tuple(self._renew(envelope) for envelope in envelopes)
+
+    def link_down(self, peer: Incarnation) -> list[DecodeAction]:
+        """Drops what a peer has not fully sent; landed hand-offs wait for their commit."""
+        actions: list[DecodeAction] = []
+        for entry in list(self._reservations.values()):
+            if entry.envelope.prefill_incarnation == peer and not entry.has_all_frames:
+                actions += self._abort(entry, RefusalReason.STALE, "link down")
+        return actions
+
+    def tick(self) -> list[DecodeAction]:
+        """Drops what nobody renewed."""
+        now = self._clock.now()
+        actions: list[DecodeAction] = []
+        for entry in list(self._reservations.values()):
+            if now >= entry.expires_at_s and not entry.is_aborting:
+                self.counters.leases_expired += 1
+                actions += self._abort(entry, RefusalReason.STALE, "lease expired")
+        self._fences.expire(now)
+        return actions
+
+    # Everything below is one step of the above.
+
+    def _check_envelope(self, envelope: Envelope, request: Request) -> Refusal | None:
+        if (
+            envelope.decode_worker_id != self._me.worker_id
+            or envelope.decode_incarnation != self._me.incarnation
+        ):
+            return Refusal(reason=RefusalReason.STALE, detail="meant for another incarnation")
+        if envelope.compatibility_digest != self._me.compatibility_digest:
+            return Refusal(reason=RefusalReason.INCOMPATIBLE, detail="compatibility digests differ")
+        if envelope.tenant_salt_digest != salt_digest(request.tenant_salt):
+            return Refusal(reason=RefusalReason.INCOMPATIBLE, detail="tenant salt digests differ")
+        if envelope.handoff_id != request.handoff_id or envelope.attempt != request.attempt:
+            return Refusal(reason=RefusalReason.STALE, detail="envelope and request differ")
+        if self.is_draining:
+            return Refusal(reason=RefusalReason.DRAINING, detail="this worker drains")
+        return None
+
+    def _meet_peer(self, envelope: Envelope) -> list[DecodeAction]:
+        """Drops what an earlier life of the same prefill worker left behind."""
+        worker_id, incarnation = envelope.prefill_worker_id, envelope.prefill_incarnation
+        if self._peers.get(worker_id) == incarnation:
+            return []
+        self._peers[worker_id] = incarnation
+        actions: list[DecodeAction] = []
+        for entry in list(self._reservations.values()):
+            theirs = entry.envelope
+            if theirs.prefill_worker_id == worker_id and theirs.prefill_incarnation != incarnation:
+                actions += self._abort(entry, RefusalReason.STALE, "the prefill worker restarted")
+        return actions
+
+    def _grant(self, call_id: int, envelope: Envelope, request: Request) -> AnswerReserve:
+        if self._find(envelope.handoff_id) is not None:
+            # The older attempt's last scatter still writes the blocks of this very request.
+            return self._refuse(
+                call_id,
+                Refusal(
+                    reason=RefusalReason.NO_ROOM,
+                    detail="the previous attempt's blocks are still being written",
+                    retry_after_s=RETRY_AFTER_QUARANTINE_S,
+                ),
+            )
+        reservation_id = self._mint_id()
+        outcome = self._reserver.reserve(reservation_id, request)
+        if isinstance(outcome, Refusal):
+            return self._refuse(call_id, outcome)
+        manifest = make_manifest(
+            self._geometry,
+            len(request.token_ids),
+            outcome.num_cached_tokens,
+            self._config.frame_tokens,
+        )
+        grant = Grant(
+            reservation_id=reservation_id,
+            num_cached_tokens=outcome.num_cached_tokens,
+            manifest_digest=manifest.digest,
+            link=self._link_endpoint,
+            lease_s=self._config.lease_s,
+            frame_tokens=self._config.frame_tokens,
+        )
+        self._reservations[reservation_id] = Reservation(
+            envelope=envelope,
+            request=request,
+            grant=grant,
+            manifest=manifest,
+            expires_at_s=self._clock.now() + self._config.lease_s,
+        )
+        self._by_handoff[envelope.handoff_id] = reservation_id
+        self.counters.granted += 1
+        return AnswerReserve(call_id=call_id, answer=grant)
+
+    def _start_if_landed(self, entry: Reservation) -> list[DecodeAction]:
+        if entry.first_token is None or not entry.has_landed:
+            return []
+        self._forget(entry)
+        self._fences.start(entry.envelope, entry.reservation_id, self._clock.now())
+        self.counters.started += 1
+        start = Start(
+            reservation_id=entry.reservation_id,
+            envelope=entry.envelope,
+            request=entry.request,
+            first_token=entry.first_token,
+        )
+        return [
+            start,
+            *(
+                AnswerCommit(call_id=call_id, answer=Acknowledged())
+                for call_id in entry.waiting_calls
+            ),
+        ]
+
+    def _abort(self, entry: Reservation, reason: RefusalReason, detail: str) -> list[DecodeAction]:
+        if entry.is_aborting:
+            return []
+        entry.is_aborting = True
+        self.counters.aborted += 1
+        now = self._clock.now()
+        self._fences.note_gone(entry.reservation_id, reason, now)
+        self._fences.raise_above(entry.envelope.handoff_id, entry.envelope.key, now)
+        self._release_if_quiet(entry)
+        answer = HandoffAborted(detail=detail, reason=reason)
+        return [AnswerCommit(call_id=call_id, answer=answer) for call_id in entry.waiting_calls]
+
+    def _release_if_quiet(self, entry: Reservation) -> None:
+        """Gives the blocks back, once no scatter into them is pending."""
+        if entry.scattering:
+            return
+        self._forget(entry)
+        self._reserver.release(entry.reservation_id)
+
+    def _forget(self, entry: Reservation) -> None:
+        del self._reservations[entry.reservation_id]
+        del self._by_handoff[entry.envelope.handoff_id]
+
+    def _find(self, handoff_id: HandoffId) -> Reservation | None:
+        reservation_id = self._by_handoff.get(handoff_id)
+        return None if reservation_id is None else self._reservations[reservation_id]
+
+    def _renew(self, envelope: Envelope) -> bool:
+        if envelope.reservation_id is None:
+            return False
+        entry = self._reservations.get(envelope.reservation_id)
+        if entry is None or entry.is_aborting or not entry.is_from(envelope):
+            return False
+        entry.expires_at_s = self._clock.now() + self._config.lease_s
+        return True
+
+    def _reject(self, landed: FrameLanded, detail: str) -> RejectFrame:
+        self.counters.frames_rejected += 1
+        return RejectFrame(landed=landed, detail=detail)
+
+    def _refuse(self, call_id: int, refusal: Refusal) -> AnswerReserve:
+        self.counters.refused += 1
+        if refusal.reason is RefusalReason.STALE:
+            self.counters.stale_refused += 1
+        return AnswerReserve(call_id=call_id, answer=refusal)
+
+    def _deny(
+        self, call_id: int, detail: str, reason: RefusalReason = RefusalReason.STALE
+    ) -> AnswerCommit:
+        self.counters.stale_refused += 1
+        return AnswerCommit(call_id=call_id, answer=HandoffAborted(detail=detail, reason=reason))

@@ -1,0 +1,54 @@
+"""What links report to the engine; plain data, posted to the engine's inbox from link threads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.request import Incarnation, ReservationId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class LinkId:
+    """One life of the link between two workers; a new one has a higher epoch."""
+
+    peer: Incarnation
+    """Of the worker at the far end."""
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameLanded:
+    """A frame lies in a landing slot. The engine scatters or rejects it, then frees the slot."""
+
+    link: LinkId
+    reservation_id: ReservationId
+    frame_index: int
+    num_bytes: int
+    slot: int
+    is_intact: bool
+    """False: its checksum does not match."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameSent:
+    """A frame has left this worker; whether it landed shows in the answer to the commit."""
+
+    link: LinkId
+    reservation_id: ReservationId
+    frame_index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkDown:
+    """A link died. It is dead for good; the next use makes another one."""
+
+    link: LinkId
+    worker_id: WorkerId
+    detail: str
+    lost: frozenset[ReservationId] = frozenset()
+    """On the sending side: reservations with frames that were not sent."""
+
+
+LinkEvent = FrameLanded | FrameSent | LinkDown
+
+Post = Callable[[LinkEvent], None]
+"""Puts an event into the engine's inbox; safe to call from any thread, never blocks."""

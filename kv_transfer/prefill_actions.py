@@ -1,0 +1,119 @@
+"""What a prefill hand-off asks its worker to do."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kv_transfer.plan import Frame
+from kv_transfer.protocol import DecodeTarget, Envelope, FirstToken, LinkEndpoint
+from pdserve.request import ReservationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendReserve:
+    """Call Reserve; hand the outcome to `reserve_answered`."""
+
+    target: DecodeTarget
+    envelope: Envelope
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendCommit:
+    """Call Commit; hand the outcome to `commit_answered`. Answered only once all has landed."""
+
+    target: DecodeTarget
+    envelope: Envelope
+    first_token: FirstToken
+    manifest_digest: bytes
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendAbort:
+    """Call Abort, once, without waiting: a lost one is covered by the lease."""
+
+    target: DecodeTarget
+    envelope: Envelope
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendRenew:
+    """Call Renew (envelopes of one target may share a call); hand the outcome to `renewed`."""
+
+    target: DecodeTarget
+    envelope: Envelope
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushFrame:
+    """Pack the frame's blocks and give the copy to the link, as soon as that has room."""
+
+    target: DecodeTarget
+    endpoint: LinkEndpoint
+    reservation_id: ReservationId
+    frame: Frame
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropFrames:
+    """Forget frames of this reservation that are not on the wire yet."""
+
+    reservation_id: ReservationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportNeedsPlacement:
+    """Tell the router that the request needs another decode worker."""
+
+    detail: str
+    decode_attempt: int
+    """The attempt that failed."""
+    hold_s: float
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportHandedOff:
+    """Tell the router that decode owns the sequence now."""
+
+    decode_attempt: int
+    handoff_s: float
+    """From the first token to the acknowledgement."""
+    num_blocks: int
+    num_bytes: int
+
+
+class ReturnReason(Enum):
+    """Why a prefill worker gives a healthy request back."""
+
+    PLACEMENT_TIMEOUT = "placement_timeout"
+    TRANSFER_FAILED = "transfer_failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportReturned:
+    """Tell the router that this attempt is over and the request healthy."""
+
+    reason: ReturnReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBlocks:
+    """Give the request's blocks back (to the prefix cache). Emitted exactly once, last."""
+
+
+PrefillAction = (
+    SendReserve
+    | SendCommit
+    | SendAbort
+    | SendRenew
+    | PushFrame
+    | DropFrames
+    | ReportNeedsPlacement
+    | ReportHandedOff
+    | ReportReturned
+    | ReleaseBlocks
+)

@@ -1,0 +1,423 @@
+"""The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
+
+from enum import Enum
+
+from kv_transfer.plan import Manifest, make_manifest
+from kv_transfer.prefill_actions import (
+    DropFrames,
+    PrefillAction,
+    PushFrame,
+    ReleaseBlocks,
+    ReportHandedOff,
+    ReportNeedsPlacement,
+    ReportReturned,
+    ReturnReason,
+    SendAbort,
+    SendCommit,
+    SendRenew,
+    SendReserve,
+)
+from kv_transfer.protocol import (
+    Acknowledged,
+    CallFailed,
+    DecodeTarget,
+    Envelope,
+    FirstToken,
+    Grant,
+    HandoffAborted,
+    Identity,
+    Refusal,
+    RefusalReason,
+    salt_digest,
+)
+from pdserve.config.model import KvGeometry
+from pdserve.config.worker import HandoffConfig
+from pdserve.request import Request, ReservationId
+from pdserve.timeline import Clock
+
+RENEWALS_PER_LEASE = 3
+LANDING_FRAME_TIMEOUTS = 3
+"""Without any progress for this many frame time-outs, a hand-off is given up."""
+
+
+class PrefillStage(Enum):
+    """The rungs of the hand-off ladder."""
+
+    UNPLACED = "unplaced"
+    RESERVING = "reserving"
+    SENDING = "sending"
+    COMMITTED = "committed"
+    HANDED_OFF = "handed_off"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    RETURNED = "returned"
+
+
+_TERMINAL = frozenset(
+    {
+        PrefillStage.HANDED_OFF,
+        PrefillStage.FINISHED,
+        PrefillStage.CANCELLED,
+        PrefillStage.RETURNED,
+    }
+)
+
+
+class PrefillHandoff:
+    """Moves one request's KV to a decode worker, to another if the first fails.
+
+    Every method takes one event and returns the actions it causes, in order. Called on the engine
+    thread only. Answers carry the decode attempt of the call they answer; stale ones change
+    nothing. Keep the object until `is_settled`: a late grant must still be given back.
+    """
+
+    def __init__(
+        self,
+        *,
+        request: Request,
+        me: Identity,
+        geometry: KvGeometry,
+        config: HandoffConfig,
+        clock: Clock,
+    ) -> None:
+        """Starts unplaced, with nothing computed."""
+        self.request = request
+        self.stage = PrefillStage.UNPLACED
+        self._me = me
+        self._geometry = geometry
+        self._config = config
+        self._clock = clock
+        self._salt_digest = salt_digest(request.tenant_salt)
+        self._target: DecodeTarget | None = None
+        self._grant: Grant | None = None
+        self._manifest: Manifest | None = None
+        self._num_computed_tokens = 0
+        self._num_pushed = 0
+        self._sent: set[int] = set()
+        self._token: FirstToken | None = None
+        self._token_at_s = 0.0
+        self._last_decode_attempt = 0
+        self._unplaced_at_s: float | None = None
+        self._progress_at_s = clock.now()
+        self._renewed_at_s = 0.0
+        self._num_open_calls = 0
+
+    @property
+    def is_done(self) -> bool:
+        """True once `ReleaseBlocks` has been emitted."""
+        return self.stage in _TERMINAL
+
+    @property
+    def is_settled(self) -> bool:
+        """True when it is done and no Reserve or Commit call is unanswered."""
+        return self.is_done and self._num_open_calls == 0
+
+    @property
+    def is_held(self) -> bool:
+        """True while computed KV waits for a decode worker."""
+        return self.stage is PrefillStage.UNPLACED and self._token is not None
+
+    @property
+    def has_token(self) -> bool:
+        """True once the first token was sampled."""
+        return self._token is not None
+
+    @property
+    def target(self) -> DecodeTarget | None:
+        """The decode worker it is placed on."""
+        return self._target
+
+    @property
+    def reservation_id(self) -> ReservationId | None:
+        """The reservation it holds on decode."""
+        return None if self._grant is None else self._grant.reservation_id
+
+    def place(self, target: DecodeTarget) -> list[PrefillAction]:
+        """Asks a decode worker for a reservation; ignored unless unplaced and a newer attempt."""
+        if self.stage is not PrefillStage.UNPLACED:
+            return []
+        if target.decode_attempt <= self._last_decode_attempt:
+            return []
+        self._target = target
+        self._last_decode_attempt = target.decode_attempt
+        self._unplaced_at_s = None
+        self._enter(PrefillStage.RESERVING)
+        self._num_open_calls += 1
+        return [
+            SendReserve(
+                target=target,
+                envelope=self._envelope(target, None),
+                timeout_s=self._config.call_timeout_s,
+            )
+        ]
+
+    def reserve_answered(
+        self, target: DecodeTarget, outcome: Grant | Refusal | CallFailed
+    ) -> list[PrefillAction]:
+        """Takes the answer to `SendReserve`; gives a grant back that came too late."""
+        self._num_open_calls -= 1
+        if self.stage is not PrefillStage.RESERVING or target != self._target:
+            if isinstance(outcome, Grant):
+                return [self._abort(target, outcome.reservation_id, "granted too late")]
+            return []
+        if isinstance(outcome, CallFailed):
+            return self._unplace(f"reserve failed: {outcome.detail}", None)
+        if isinstance(outcome, Refusal):
+            if outcome.reason is RefusalReason.CANCELLED:
+                return self._return(ReturnReason.TRANSFER_FAILED, outcome.detail)
+            detail = f"refused ({outcome.reason.value}): {outcome.detail}"
+            return self._unplace(detail, outcome.retry_after_s, must_abort=False)
+        self._grant = outcome
+        manifest = self._derive_manifest(outcome)
+        if manifest is None or manifest.digest != outcome.manifest_digest:
+            return self._unplace("the manifests differ", None)
+        self._manifest = manifest
+        self._renewed_at_s = self._clock.now()
+        self._enter(PrefillStage.SENDING)
+        return [*self._push_ready(), *self._commit_if_ready()]
+
+    def computed(self, num_tokens: int) -> list[PrefillAction]:
+        """Notes that KV of the first `num_tokens` tokens is valid; pushes what became ready."""
+        if self.is_done:
+            return []
+        self._num_computed_tokens = max(self._num_computed_tokens, num_tokens)
+        return self._push_ready()
+
+    def sampled(self, token: FirstToken, *, is_finished: bool) -> list[PrefillAction]:
+        """Takes the token after the last prompt token; `is_finished`: it ends the sequence."""
+        if self.is_done:
+            return []
+        self._num_computed_tokens = len(self.request.token_ids)
+        self._token = token
+        self._token_at_s = self._clock.now()
+        if is_finished:
+            return self._finish(PrefillStage.FINISHED, "finished at prefill")
+        return [*self._push_ready(), *self._commit_if_ready()]
+
+    def frame_sent(self, reservation_id: ReservationId, frame_index: int) -> list[PrefillAction]:
+        """Notes progress of the link."""
+        if self._holds(reservation_id):
+            self._sent.add(frame_index)
+            self._progress_at_s = self._clock.now()
+        return []
+
+    def frames_lost(self, reservation_id: ReservationId, detail: str) -> list[PrefillAction]:
+        """Takes a link's death with frames of this reservation unsent."""
+        if not self._holds(reservation_id):
+            return []
+        return self._unplace(f"link down: {detail}", None)
+
+    def commit_answered(
+        self, target: DecodeTarget, outcome: Acknowledged | HandoffAborted | CallFailed
+    ) -> list[PrefillAction]:
+        """Takes the answer to `SendCommit`; a lost answer is asked for again."""
+        self._num_open_calls -= 1
+        if self.stage is not PrefillStage.COMMITTED or target != self._target:
+            return []
+        if isinstance(outcome, Acknowledged):
+            return self._hand_off()
+        if isinstance(outcome, HandoffAborted):
+            if outcome.reason is RefusalReason.CANCELLED:
+                return self._return(ReturnReason.TRANSFER_FAILED, outcome.detail)
+            return self._unplace(f"aborted by decode: {outcome.detail}", None, must_abort=False)
+        if outcome.is_unreachable or self._is_stalled():
+            return self._unplace(f"commit failed: {outcome.detail}", None)
+        # Decode may have started already and its answer been lost: it answers a repeated commit.
+        return [self._make_commit()]
+
+    def renewed(self, target: DecodeTarget, *, is_alive: bool) -> list[PrefillAction]:
+        """Takes the answer to `SendRenew`; a call that failed is not reported here."""
+        if target != self._target or self.stage is not PrefillStage.SENDING or is_alive:
+            # Once committed, the answer to the commit is what counts: a reservation that has
+            # started is gone, too.
+            return []
+        return self._unplace("the reservation is gone", None, must_abort=False)
+
+    def cancel(self) -> list[PrefillAction]:
+        """Drops everything, at any stage."""
+        if self.is_done:
+            return []
+        return self._finish(PrefillStage.CANCELLED, "cancelled")
+
+    def tick(self) -> list[PrefillAction]:
+        """Acts on the time: renewals, and the deadline of the present stage."""
+        now = self._clock.now()
+        if self.stage is PrefillStage.RESERVING:
+            # The call has its own time-out; this is the belt beside it (a lost answer).
+            if now - self._progress_at_s > 2 * self._config.call_timeout_s:
+                return self._unplace("no answer to reserve", None)
+            return []
+        if self.stage is PrefillStage.UNPLACED:
+            return self._expire_hold(now)
+        if self.stage not in (PrefillStage.SENDING, PrefillStage.COMMITTED):
+            return []
+        if self._has_unsent_frames() or self.stage is PrefillStage.COMMITTED:
+            if self._is_stalled():
+                return self._unplace("no progress", None)
+        else:
+            self._progress_at_s = now
+        return self._renew(now)
+
+    # Everything below is one step of the above.
+
+    def _derive_manifest(self, grant: Grant) -> Manifest | None:
+        try:
+            return make_manifest(
+                self._geometry,
+                len(self.request.token_ids),
+                grant.num_cached_tokens,
+                grant.frame_tokens,
+            )
+        except ValueError:
+            return None
+
+    def _push_ready(self) -> list[PrefillAction]:
+        if self._grant is None or self._manifest is None or self._target is None:
+            return []
+        num_ready = self._manifest.count_ready(self._num_computed_tokens)
+        frames = self._manifest.frames[self._num_pushed : num_ready]
+        if frames and not self._has_unsent_frames():
+            self._progress_at_s = self._clock.now()
+        self._num_pushed = max(self._num_pushed, num_ready)
+        return [
+            PushFrame(
+                target=self._target,
+                endpoint=self._grant.link,
+                reservation_id=self._grant.reservation_id,
+                frame=frame,
+            )
+            for frame in frames
+        ]
+
+    def _commit_if_ready(self) -> list[PrefillAction]:
+        if self.stage is not PrefillStage.SENDING or self._token is None:
+            return []
+        self._enter(PrefillStage.COMMITTED)
+        return [self._make_commit()]
+
+    def _make_commit(self) -> SendCommit:
+        assert self._target is not None
+        assert self._grant is not None
+        assert self._token is not None
+        self._num_open_calls += 1
+        return SendCommit(
+            target=self._target,
+            envelope=self._envelope(self._target, self._grant.reservation_id),
+            first_token=self._token,
+            manifest_digest=self._grant.manifest_digest,
+            timeout_s=self._landing_timeout_s,
+        )
+
+    def _hand_off(self) -> list[PrefillAction]:
+        assert self._manifest is not None
+        self._enter(PrefillStage.HANDED_OFF)
+        return [
+            ReportHandedOff(
+                decode_attempt=self._last_decode_attempt,
+                handoff_s=self._clock.now() - self._token_at_s,
+                num_blocks=self._manifest.num_blocks,
+                num_bytes=self._manifest.num_bytes,
+            ),
+            ReleaseBlocks(),
+        ]
+
+    def _unplace(
+        self, detail: str, retry_after_s: float | None, *, must_abort: bool = True
+    ) -> list[PrefillAction]:
+        actions = self._leave_decode(detail, must_abort=must_abort)
+        self._enter(PrefillStage.UNPLACED)
+        self._unplaced_at_s = self._clock.now()
+        return [
+            *actions,
+            ReportNeedsPlacement(
+                detail=detail,
+                decode_attempt=self._last_decode_attempt,
+                hold_s=self._config.hold_s,
+                retry_after_s=retry_after_s,
+            ),
+        ]
+
+    def _return(self, reason: ReturnReason, detail: str) -> list[PrefillAction]:
+        actions = self._leave_decode(detail, must_abort=False)
+        self._enter(PrefillStage.RETURNED)
+        return [*actions, ReportReturned(reason=reason, detail=detail), ReleaseBlocks()]
+
+    def _finish(self, stage: PrefillStage, detail: str) -> list[PrefillAction]:
+        actions = self._leave_decode(detail, must_abort=True)
+        self._enter(stage)
+        return [*actions, ReleaseBlocks()]
+
+    def _leave_decode(self, detail: str, *, must_abort: bool) -> list[PrefillAction]:
+        """Drops what is under way to the present target. Frames are copies: blocks are free."""
+        actions: list[PrefillAction] = []
+        if self._grant is not None:
+            actions.append(DropFrames(reservation_id=self._grant.reservation_id))
+        if must_abort and self._target is not None:
+            actions.append(self._abort(self._target, self.reservation_id, detail))
+        self._target = None
+        self._grant = None
+        self._manifest = None
+        self._num_pushed = 0
+        self._sent.clear()
+        return actions
+
+    def _renew(self, now: float) -> list[PrefillAction]:
+        assert self._target is not None
+        assert self._grant is not None
+        if now - self._renewed_at_s < self._grant.lease_s / RENEWALS_PER_LEASE:
+            return []
+        self._renewed_at_s = now
+        return [
+            SendRenew(
+                target=self._target,
+                envelope=self._envelope(self._target, self._grant.reservation_id),
+                timeout_s=self._config.call_timeout_s,
+            )
+        ]
+
+    def _expire_hold(self, now: float) -> list[PrefillAction]:
+        if self._unplaced_at_s is None or self._token is None:
+            return []
+        held_since_s = max(self._unplaced_at_s, self._token_at_s)
+        if now - held_since_s <= self._config.hold_s:
+            return []
+        return self._return(ReturnReason.PLACEMENT_TIMEOUT, "no decode worker was found in time")
+
+    @property
+    def _landing_timeout_s(self) -> float:
+        return LANDING_FRAME_TIMEOUTS * self._config.frame_timeout_s
+
+    def _is_stalled(self) -> bool:
+        return self._clock.now() - self._progress_at_s > self._landing_timeout_s
+
+    def _has_unsent_frames(self) -> bool:
+        return len(self._sent) < self._num_pushed
+
+    def _holds(self, reservation_id: ReservationId) -> bool:
+        return self._grant is not None and self._grant.reservation_id == reservation_id
+
+    def _enter(self, stage: PrefillStage) -> None:
+        assert not self.is_done, f"{stage} after {self.stage}"
+        self.stage = stage
+        self._progress_at_s = self._clock.now()
+
+    def _abort(
+        self, target: DecodeTarget, reservation_id: ReservationId | None, detail: str
+    ) -> SendAbort:
+        return SendAbort(
+            target=target, envelope=self._envelope(target, reservation_id), detail=detail
+        )
+
+    def _envelope(self, target: DecodeTarget, reservation_id: ReservationId | None) -> Envelope:
+        return Envelope(
+            handoff_id=self.request.handoff_id,
+            attempt=self.request.attempt,
+            decode_attempt=target.decode_attempt,
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+            decode_worker_id=target.worker_id,
+            decode_incarnation=target.incarnation,
+            reservation_id=reservation_id,
+            tenant_salt_digest=self._salt_digest,
+            compatibility_digest=self._me.compatibility_digest,
+        )

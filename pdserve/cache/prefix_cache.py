@@ -1,0 +1,158 @@
+"""Which KV blocks hold which tokens, so that a prefix is computed once.
+
+The cache and the pool are one ledger: free + cached + referenced = all blocks. A full block is
+entered as soon as its KV is valid, stays findable while its sequence runs and after it, and is
+evicted only when a block is needed and none is free, the longest unused first.
+
+A hash only proposes a block. A hit needs equal tokens in it and the very same entry before it, so
+that a forged collision is a miss, never another's KV.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NewType
+
+from pdserve.cache.block_hash import BlockHash, HashChain
+from pdserve.cache.block_pool import BlockPool, NoFreeBlocks
+from pdserve.request import BlockId
+
+EntryId = NewType("EntryId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    entry_id: EntryId
+    parent: EntryId | None
+    block: BlockId
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence in order; it owns one reference on each until it is closed."""
+
+    block_ids: list[BlockId] = field(default_factory=list)
+    num_hit_blocks: int = 0
+    """Leading blocks that came from the cache."""
+    _entries: list[EntryId] = field(default_factory=list)
+    """The cache entries that stand for the leading full blocks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixHit:
+    """The longest cached prefix of a sequence; holds no reference, so use it at once."""
+
+    block_ids: tuple[BlockId, ...]
+    entries: tuple[EntryId, ...]
+    num_unreferenced: int
+    """How many of the blocks count as available until they are taken."""
+
+
+class PrefixCache:
+    """Finds, enters and evicts blocks of one pool; one thread only."""
+
+    def __init__(self, pool: BlockPool, *, is_enabled: bool = True) -> None:
+        """Owns the pool's cached blocks; a cache that is not enabled never has any."""
+        self.pool = pool
+        self._is_enabled = is_enabled
+        self._by_hash: dict[BlockHash, _Entry] = {}
+        self._hash_of: dict[BlockId, BlockHash] = {}
+        self._num_entries_made = 0
+
+    def find(self, chain: HashChain, max_blocks: int) -> PrefixHit:
+        """Finds the longest prefix of full blocks, at most `max_blocks` of them."""
+        blocks: list[BlockId] = []
+        entries: list[EntryId] = []
+        for index in range(min(max_blocks, chain.num_full_blocks)):
+            entry = self._by_hash.get(chain.block_hash(index))
+            if entry is None or not self._matches(entry, chain, index, entries):
+                break
+            blocks.append(entry.block)
+            entries.append(entry.entry_id)
+        return PrefixHit(
+            block_ids=tuple(blocks),
+            entries=tuple(entries),
+            num_unreferenced=sum(self.pool.num_references(block) == 0 for block in blocks),
+        )
+
+    def can_open(self, hit: PrefixHit, num_blocks: int) -> bool:
+        """Says whether `open` would succeed."""
+        num_new = num_blocks - len(hit.block_ids)
+        return num_new <= self.pool.num_available - hit.num_unreferenced
+
+    def open(self, hit: PrefixHit, num_blocks: int) -> BlockTable:
+        """Makes a table of `num_blocks` that begins with the hit: all of it or nothing.
+
+        Raises:
+            NoFreeBlocks: not enough blocks are free or evictable; nothing was taken.
+        """
+        if not self.can_open(hit, num_blocks):
+            raise NoFreeBlocks(f"no room for a table of {num_blocks} blocks")
+        # The hit is referenced first, so that eviction cannot take it.
+        self.pool.incref(hit.block_ids)
+        table = BlockTable(list(hit.block_ids), len(hit.block_ids), list(hit.entries))
+        self.grow(table, num_blocks)
+        return table
+
+    def grow(self, table: BlockTable, num_blocks: int) -> None:
+        """Lengthens a table to `num_blocks`; evicts no more than is missing.
+
+        Raises:
+            NoFreeBlocks: not enough blocks are free or evictable; nothing was taken.
+        """
+        count = num_blocks - len(table.block_ids)
+        if count <= 0:
+            return
+        if count > self.pool.num_available:
+            raise NoFreeBlocks(f"{count} blocks asked for, {self.pool.num_available} available")
+        for block in self.pool.evict(count - self.pool.num_free):
+            del self._by_hash[self._hash_of.pop(block)]
+        after = table.block_ids[-1] if table.block_ids else None
+        table.block_ids.extend(self.pool.allocate(count, after))
+
+    def enter(self, table: BlockTable, chain: HashChain, num_valid_tokens: int) -> None:
+        """Enters the table's full blocks among its first `num_valid_tokens`, whose KV is there.
+
+        A block whose tokens the cache already holds stays the table's own.
+        """
+        if not self._is_enabled:
+            return
+        for index in range(len(table._entries), num_valid_tokens // chain.block_size):
+            table._entries.append(self._enter(table, chain, index))
+
+    def close(self, table: BlockTable) -> None:
+        """Drops the table's references; entered blocks become cached, the others free."""
+        self.pool.free(table.block_ids)
+        table.block_ids.clear()
+        table._entries.clear()
+
+    def check(self) -> None:
+        """Asserts that pool and entries agree."""
+        self.pool.check()
+        assert len(self._by_hash) == len(self._hash_of)
+        for digest, entry in self._by_hash.items():
+            assert self._hash_of[entry.block] == digest
+            assert self.pool.is_kept(entry.block)
+
+    def _enter(self, table: BlockTable, chain: HashChain, index: int) -> EntryId:
+        digest = chain.block_hash(index)
+        block = table.block_ids[index]
+        known = self._by_hash.get(digest)
+        if known is not None:
+            if self._matches(known, chain, index, table._entries):
+                return known.entry_id
+            # Another chain with this hash, or one whose beginning was evicted.
+            self.pool.forget(known.block)
+            del self._hash_of[known.block]
+        entry_id = EntryId(self._num_entries_made)
+        self._num_entries_made += 1
+        parent = table._entries[index - 1] if index else None
+        self._by_hash[digest] = _Entry(entry_id, parent, block, chain.block_tokens(index))
+        self._hash_of[block] = digest
+        self.pool.keep(block)
+        return entry_id
+
+    @staticmethod
+    def _matches(entry: _Entry, chain: HashChain, index: int, entries: Sequence[EntryId]) -> bool:
+        parent = entries[index - 1] if index else None
+        return entry.parent == parent and entry.token_ids == chain.block_tokens(index)

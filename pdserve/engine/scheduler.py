@@ -1,0 +1,300 @@
+"""What both schedulers are made of: sequences and their fence, the waiting lanes, slices of a step.
+
+Plain data on an injected clock. A scheduler belongs to the engine thread; nothing here is locked.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdserve.cache.block_hash import HashChain
+from pdserve.cache.block_pool import BlockPool
+from pdserve.cache.prefix_cache import BlockTable
+from pdserve.config.engine import ATTENTION_TILE_TOKENS
+from pdserve.engine.batch import SequenceSlice
+from pdserve.errors import Overloaded, StaleAttempt
+from pdserve.request import BlockId, Request, RequestId
+
+
+class Stage(StrEnum):
+    """Where a sequence stands in one scheduler."""
+
+    WAITING = "waiting"
+    """In a lane; holds no block."""
+    COMPUTING = "computing"
+    """Its prompt is being computed; holds blocks for all of it."""
+    HELD = "held"
+    """Prefill only: the next token is sampled, the KV waits for the hand-off to end."""
+    RESERVED = "reserved"
+    """Decode only: holds blocks that KV is arriving in."""
+    RUNNING = "running"
+    """Decode only: makes one token a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceTimes:
+    """How long a sequence waited and computed; None where that has not happened yet."""
+
+    queue_s: float | None
+    prefill_s: float | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """One sequence in a scheduler: enough to go on, or to be replayed elsewhere."""
+
+    request: Request
+    chain: HashChain
+    """All known tokens: the request's and those sampled here."""
+    arrival: int
+    """Counts up over one scheduler; the lower, the older."""
+    arrived_s: float
+    stage: Stage
+    table: BlockTable = field(default_factory=BlockTable)
+    num_computed: int = 0
+    """Leading tokens with valid KV."""
+    num_cached_tokens: int = 0
+    """Tokens whose KV came from the prefix cache."""
+    num_computed_here: int = 0
+    """Tokens of the request that this worker computed itself."""
+    started_s: float | None = None
+    """When its computing began."""
+    sampled_s: float | None = None
+    """When its first token here was sampled."""
+    is_announced: bool = False
+    """Its reservation was asked for."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known so far, over all attempts; also the next output index."""
+        return len(self.chain) - self.request.num_prompt_tokens
+
+    @property
+    def times(self) -> SequenceTimes:
+        """How long it waited and computed until now."""
+        queue_s, prefill_s = None, None
+        if self.started_s is not None:
+            queue_s = self.started_s - self.arrived_s
+            if self.sampled_s is not None:
+                prefill_s = self.sampled_s - self.started_s
+        return SequenceTimes(queue_s=queue_s, prefill_s=prefill_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLoad:
+    """How busy a scheduler is; free + cached + reserved + active = total blocks."""
+
+    num_waiting: int
+    num_running: int
+    """Sequences that are computing, or running on decode."""
+    queued_tokens: int
+    """Prompt tokens still to compute."""
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    reserved_blocks: int
+    """Blocks that KV is arriving in."""
+    active_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLedger:
+    """What is held: when idle, free + cached = total and the rest is 0."""
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    sequences: int
+    reservations: int
+    held_handoffs: int
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerCounters:
+    """Totals since start."""
+
+    prompt_tokens: int = 0
+    """Tokens of requests that were computed here."""
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Tokens found there."""
+    preemptions: int = 0
+    stale_refused: int = 0
+    """Calls that meant a fenced attempt."""
+
+
+class SequenceRoster:
+    """The sequences of one scheduler, at most one attempt of each request."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._by_id: dict[RequestId, SequenceState] = {}
+        self._num_arrived = 0
+        self.num_stale_refused = 0
+        """Calls that meant an attempt which is not here."""
+
+    def __len__(self) -> int:
+        """Counts sequences of all stages."""
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        """Walks over all sequences, the oldest first."""
+        return iter(tuple(self._by_id.values()))
+
+    def find(self, request_id: RequestId) -> SequenceState | None:
+        """Returns the live attempt of a request."""
+        return self._by_id.get(request_id)
+
+    def older_attempt(self, request: Request) -> SequenceState | None:
+        """Returns the attempt that `request` replaces, which the caller must drop first.
+
+        Raises:
+            StaleAttempt: this attempt or a newer one is here.
+        """
+        known = self._by_id.get(request.request_id)
+        if known is not None and known.request.attempt >= request.attempt:
+            raise self._refuse(
+                f"request {request.request_id}: attempt {request.attempt} came after "
+                f"attempt {known.request.attempt}"
+            )
+        return known
+
+    def require(self, request_id: RequestId, attempt: int | None, *stages: Stage) -> SequenceState:
+        """Returns a live sequence; `attempt` None takes any, no stages allow all.
+
+        Raises:
+            StaleAttempt: it is not here, is another attempt or is at another stage.
+        """
+        found = self._by_id.get(request_id)
+        if found is None:
+            raise self._refuse(f"request {request_id} is not here")
+        if attempt is not None and found.request.attempt != attempt:
+            raise self._refuse(
+                f"request {request_id}: attempt {attempt} is not here, "
+                f"attempt {found.request.attempt} is"
+            )
+        if stages and found.stage not in stages:
+            raise self._refuse(f"request {request_id} is {found.stage}, not {stages[0]}")
+        return found
+
+    def add(self, request: Request, chain: HashChain, stage: Stage, now_s: float) -> SequenceState:
+        """Makes the state of a request that is not here."""
+        assert request.request_id not in self._by_id
+        sequence = SequenceState(
+            request=request, chain=chain, arrival=self._num_arrived, arrived_s=now_s, stage=stage
+        )
+        self._num_arrived += 1
+        self._by_id[request.request_id] = sequence
+        return sequence
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Forgets a sequence."""
+        del self._by_id[sequence.request.request_id]
+
+    def is_live(self, sequence: SequenceState) -> bool:
+        """Says whether the sequence is still here, in this very attempt."""
+        return self._by_id.get(sequence.request.request_id) is sequence
+
+    def find_planned(self, part: SequenceSlice) -> SequenceState | None:
+        """Returns the sequence that a slice was made of, unless it was dropped since."""
+        found = self._by_id.get(part.request.request_id)
+        if found is None or found.request is not part.request or found.num_computed != part.start:
+            return None
+        return found
+
+    def expired(self, now_s: float) -> tuple[RequestId, ...]:
+        """Names the requests whose time budget has run out."""
+        return tuple(
+            sequence.request.request_id
+            for sequence in self._by_id.values()
+            if sequence.request.deadline_s is not None
+            and now_s >= sequence.arrived_s + sequence.request.deadline_s
+        )
+
+    def _refuse(self, message: str) -> StaleAttempt:
+        self.num_stale_refused += 1
+        return StaleAttempt(message)
+
+
+class WaitingLanes:
+    """Two bounded first-come-first-served queues: returned requests go before new ones."""
+
+    def __init__(self, max_waiting: int) -> None:
+        """Takes at most `max_waiting` sequences, both lanes together."""
+        self._max_waiting = max_waiting
+        self._priority: deque[SequenceState] = deque()
+        self._normal: deque[SequenceState] = deque()
+
+    def __len__(self) -> int:
+        """Counts both lanes."""
+        return len(self._priority) + len(self._normal)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        """Walks in the order of service."""
+        yield from self._priority
+        yield from self._normal
+
+    def require_room(self) -> None:
+        """Checks the bound.
+
+        Raises:
+            Overloaded: the lanes are full.
+        """
+        if len(self) >= self._max_waiting:
+            raise Overloaded(f"{len(self)} requests wait already, the limit of this worker")
+
+    def push(self, sequence: SequenceState) -> None:
+        """Puts a sequence behind the others of its lane."""
+        (self._priority if sequence.request.is_priority else self._normal).append(sequence)
+
+    def head(self) -> SequenceState | None:
+        """Returns who is served next."""
+        return next(iter(self), None)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Takes a sequence out, wherever it stands."""
+        (self._priority if sequence.request.is_priority else self._normal).remove(sequence)
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Returns the blocks that hold so many tokens."""
+    return -(-num_tokens // block_size)
+
+
+def num_chunk_tokens(start: int, end: int, budget: int, *, may_split_tile: bool) -> int:
+    """Returns how many of the tokens [start, end) to compute in this step.
+
+    A chunk that is not the last ends on a tile of attention, since a tile cut in two is computed
+    twice; where not even one tile ends within the budget it is split, or 0 returned.
+    """
+    if end - start <= budget:
+        return end - start
+    last_tile_end = (start + budget) // ATTENTION_TILE_TOKENS * ATTENTION_TILE_TOKENS
+    if last_tile_end > start:
+        return last_tile_end - start
+    return budget if may_split_tile else 0
+
+
+def make_slice(sequence: SequenceState, num_tokens: int) -> SequenceSlice:
+    """Returns the next tokens of a sequence as a slice; it samples if they are the last known."""
+    start = sequence.num_computed
+    end = start + num_tokens
+    is_last = end == len(sequence.chain)
+    blocks: tuple[BlockId, ...] = tuple(sequence.table.block_ids)
+    return SequenceSlice(
+        request=sequence.request,
+        start=start,
+        token_ids=sequence.chain.tokens(start, end),
+        block_ids=blocks,
+        output_index=sequence.num_output_tokens if is_last else None,
+    )
+
+
+def check_references(pool: BlockPool, sequences: Iterable[SequenceState]) -> None:
+    """Asserts that every reference on a block is held by exactly one sequence."""
+    held = Counter(block for sequence in sequences for block in sequence.table.block_ids)
+    assert len(held) == pool.num_referenced, "a referenced block is in no table"
+    assert all(pool.num_references(block) == count for block, count in held.items())

@@ -1,0 +1,265 @@
+"""A worker's face process: starts the rank, serves routers and peers, keeps the registry lease.
+
+starting -> ready -> draining -> stopped        frozen or dead rank: stop at once, exit non-zero
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+
+from pdserve.config.worker import WorkerConfig
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.face.collector import WorkerCollector
+from pdserve.face.membership import Membership
+from pdserve.face.peers import PeerCalls
+from pdserve.face.progress import ProgressMonitor
+from pdserve.face.rank_process import RankHandlers, RankProcess, start_rank
+from pdserve.face.service import WorkerService, new_worker_info
+from pdserve.face.streams import FrontStreams
+from pdserve.face.token_log import TokenLog
+from pdserve.metrics import serve_metrics
+from pdserve.registry.base import Registry, WorkerRecord
+from pdserve.request import FrontId, Incarnation, WorkerId
+from pdserve.rpc.server import RpcServer, join_address, make_server
+from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.timeline import MonotonicClock
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_GRACE_S = 20.0
+"""Requests of a front that has had no stream for this long are cancelled."""
+EXIT_OK, EXIT_RANK_LOST, EXIT_FROZEN = 0, 1, 3
+
+AddServices = Callable[[RpcServer, RankProcess, WorkerConfig], None]
+
+
+class Face:
+    """One worker's face; lives on one event loop."""
+
+    def __init__(self, config: WorkerConfig, registry: Registry) -> None:
+        """Starts nothing yet."""
+        self._config = config
+        self._registry = registry
+        self._clock = MonotonicClock()
+        self._incarnation = Incarnation(secrets.randbits(64))
+        role = config.role.value
+        self._info = new_worker_info(config.worker_id, role, self._incarnation, os.getpid())
+        self._monitor = ProgressMonitor(self._clock, config.frozen_after_s)
+        self._collector = WorkerCollector(config.engine.model, config.worker_id, role)
+        self._log = TokenLog(self._clock)
+        self._streams = FrontStreams(self._log, self._incarnation, self._clock, self._load)
+        self._peers = PeerCalls()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drained = asyncio.Event()
+        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._rank: RankProcess | None = None
+        self._membership: Membership | None = None
+        self._started_at_s = time.monotonic()
+
+    async def run(
+        self, rank_module: str, service_names: tuple[str, ...], add_services: AddServices
+    ) -> int:
+        """Serves until stopped; returns the exit status.
+
+        Raises:
+            ConfigError: the rank could not start for a reason the user can mend, or a port is
+                taken.
+        """
+        config = self._config
+        handlers = RankHandlers(
+            on_updates=self._on_updates,
+            on_heartbeat=self._on_heartbeat,
+            on_peer_call=self._on_peer_call,
+            on_phase=self._on_phase,
+        )
+        server = make_server(*service_names)
+        port = server.bind(config.host, config.port)
+        rank = self._rank = start_rank(rank_module, config, self._incarnation, handlers)
+        metrics_registry = CollectorRegistry()
+        metrics_registry.register(self._collector)
+        metrics = serve_metrics(metrics_registry, config.host, config.metrics_port)
+        try:
+            self._spawn(self._run_rank(rank))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            ready = await rank.ready
+            worker = WorkerService(
+                rank, self._streams, self._log, self._info, config.handoff.call_timeout_s
+            )
+            worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
+            add_services(server, rank, config)
+            address = join_address(config.host, port)
+            await self._open(server, ready, address, metrics.address)
+            return await self._exit
+        finally:
+            await self._close(server, rank)
+            metrics.close()
+
+    async def _open(
+        self, server: RpcServer, ready: rank_pb2.RankReady, address: str, metrics_address: str
+    ) -> None:
+        config = self._config
+        self._info.rank_pids.append(ready.pid)
+        self._info.address = address
+        self._info.state = "ready"
+        self._monitor.observe(1, 0.0)
+        self._membership = Membership(
+            self._registry,
+            self._record(ready, address, metrics_address),
+            config.heartbeat_s,
+            config.registry_lease_s,
+        )
+        await server.start()
+        await server.set_serving(True)
+        self._spawn(self._membership.run())
+        self._spawn(self._watch(server))
+        seconds = time.monotonic() - self._started_at_s
+        tokens = ready.total_blocks * ready.geometry.block_size
+        _say(config, f"ready on {address} in {seconds:.1f} s, KV room for {tokens} tokens")
+
+    def _record(
+        self, ready: rank_pb2.RankReady, address: str, metrics_address: str
+    ) -> WorkerRecord:
+        geometry = ready.geometry
+        shown = " ".join(f"{field.name}={value}" for field, value in geometry.ListFields())
+        return WorkerRecord(
+            worker_id=WorkerId(self._config.worker_id),
+            role=self._config.role,
+            incarnation=self._incarnation,
+            address=address,
+            metrics_address=metrics_address,
+            state="ready",
+            compatibility_digest=ready.compatibility_digest,
+            geometry=f"{shown} model_revision={ready.model_revision}",
+            model=self._config.engine.model,
+            max_model_len=ready.max_model_len,
+            total_blocks=ready.total_blocks,
+            block_size=geometry.block_size,
+            face_pid=os.getpid(),
+            rank_pids=(ready.pid,),
+        )
+
+    async def _run_rank(self, rank: RankProcess) -> None:
+        await rank.run()
+        self._finish(EXIT_RANK_LOST)
+
+    async def _watch(self, server: RpcServer) -> None:
+        """Looks at the rank's progress, expires what is old, frees what has no front."""
+        assert self._rank is not None
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s / 2)
+            if self._monitor.is_frozen:
+                fields = {"worker_id": self._info.worker_id, "silence_s": self._monitor.silence_s}
+                logger.error("rank is frozen", extra=fields)
+                self._info.state = "frozen"
+                await server.set_serving(False)
+                self._rank.child.kill()
+                self._finish(EXIT_FROZEN)
+                return
+            self._log.expire()
+            for request_id, attempt in self._streams.take_orphans(ORPHAN_GRACE_S):
+                cancel = worker_pb2.CancelRequest(request_id=request_id, attempt=attempt)
+                await self._rank.send(rank_pb2.ToRank(cancel=cancel))
+
+    def _on_updates(self, updates: rank_pb2.RankUpdates) -> None:
+        for item in updates.updates:
+            self._streams.publish(FrontId(item.front_id), item.update)
+
+    def _on_heartbeat(self, heartbeat: rank_pb2.RankHeartbeat) -> None:
+        self._monitor.observe(heartbeat.progress, heartbeat.predicted_step_s)
+        self._collector.observe(heartbeat)
+        self._info.load.CopyFrom(heartbeat.load)
+        self._info.ledger.CopyFrom(heartbeat.ledger)
+        self._info.ClearField("links")
+        self._info.links.extend(heartbeat.links)
+        if heartbeat.is_drained:
+            self._drained.set()
+
+    def _on_peer_call(self, call_id: int, call: rank_pb2.PeerCall) -> None:
+        self._spawn(self._answer_peer_call(call_id, call))
+
+    async def _answer_peer_call(self, call_id: int, call: rank_pb2.PeerCall) -> None:
+        assert self._rank is not None
+        reply = await self._peers.call(call)
+        await self._rank.send(rank_pb2.ToRank(call_id=call_id, peer_reply=reply))
+
+    def _on_phase(self, phase: rank_pb2.RankPhase) -> None:
+        detail = f" ({phase.detail})" if phase.detail else ""
+        _say(self._config, f"{phase.name} {phase.seconds:.1f} s{detail}")
+
+    def _load(self) -> tuple[types_pb2.WorkerLoad, bool]:
+        return self._info.load, self._info.state == "draining"
+
+    def _on_signal(self) -> None:
+        if self._info.state == "ready":
+            self._spawn(self._drain())
+        else:
+            self._finish(EXIT_OK)
+
+    async def _drain(self) -> None:
+        assert self._rank is not None
+        assert self._membership is not None
+        self._info.state = "draining"
+        _say(self._config, "draining")
+        record = self._membership.record
+        self._membership.record = _as_draining(record)
+        await self._membership.renew()
+        await self._rank.send(rank_pb2.ToRank(drain=rank_pb2.Drain()))
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._drained.wait()
+        except TimeoutError:
+            logger.warning("drain timed out", extra={"worker_id": self._info.worker_id})
+        self._finish(EXIT_OK)
+
+    def _finish(self, status: int) -> None:
+        if not self._exit.done():
+            self._exit.set_result(status)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        if not isinstance(error, PdserveError):
+            logger.error("face task failed", exc_info=error)
+        self._finish(EXIT_RANK_LOST)
+
+    async def _close(self, server: RpcServer, rank: RankProcess) -> None:
+        self._info.state = "stopped"
+        if self._membership is not None:
+            await self._membership.leave()
+        await server.stop(0.2)
+        await rank.stop(timeout_s=3.0)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._peers.close()
+
+
+def _as_draining(record: WorkerRecord) -> WorkerRecord:
+    return replace(record, state="draining")
+
+
+def _say(config: WorkerConfig, text: str) -> None:
+    """Prints a phase line for whoever started this worker by hand or through the launcher."""
+    print(f"[{config.worker_id}] {text}", flush=True)  # noqa: T201 - a phase line is for people
+
+
+def report_config_error(error: ConfigError) -> int:
+    """Prints one clear line and returns the exit status of a mistake the user can mend."""
+    print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201 - for people
+    return 2

@@ -1,0 +1,65 @@
+"""Calls to the Handoff service of other workers, made for the rank."""
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+
+from pdserve.errors import PdserveError
+from pdserve.face.rank_errors import error_to_wire
+from pdserve.rpc.server import open_channel
+from pdserve.rpc.status import error_from_rpc
+from pdserve.rpc.v1 import handoff_pb2_grpc, rank_pb2
+
+Answer = TypeVar("Answer")
+
+
+class PeerCalls:
+    """Keeps one gRPC channel per peer address."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def call(self, request: rank_pb2.PeerCall) -> rank_pb2.PeerReply:
+        """Makes the call with its deadline; a failure is part of the reply, never raised."""
+        try:
+            return await self._dispatch(request)
+        except PdserveError as error:
+            return rank_pb2.PeerReply(error=error_to_wire(error))
+
+    async def _dispatch(self, request: rank_pb2.PeerCall) -> rank_pb2.PeerReply:
+        stub = handoff_pb2_grpc.HandoffStub(self._channel(request.address))
+        timeout_s = request.timeout_s
+        match request.WhichOneof("call"):
+            case "reserve":
+                reserve = await _typed(stub.Reserve(request.reserve, timeout=timeout_s))
+                return rank_pb2.PeerReply(reserve=reserve)
+            case "commit":
+                commit = await _typed(stub.Commit(request.commit, timeout=timeout_s))
+                return rank_pb2.PeerReply(commit=commit)
+            case "abort":
+                abort = await _typed(stub.Abort(request.abort, timeout=timeout_s))
+                return rank_pb2.PeerReply(abort=abort)
+            case "renew":
+                renew = await _typed(stub.Renew(request.renew, timeout=timeout_s))
+                return rank_pb2.PeerReply(renew=renew)
+            case other:
+                raise AssertionError(f"unknown peer call: {other}")
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
+
+    async def close(self) -> None:
+        """Closes every channel."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+async def _typed(call: Awaitable[Answer]) -> Answer:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error

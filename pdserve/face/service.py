@@ -1,0 +1,108 @@
+"""The Worker service: hands calls to the rank, and serves token streams."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from pdserve.errors import PdserveError, StaleAttempt, WorkerLost
+from pdserve.face.rank_process import RankProcess
+from pdserve.face.streams import FrontStreams
+from pdserve.face.token_log import TokenLog
+from pdserve.request import Incarnation, RequestId
+from pdserve.rpc.status import abort_with
+from pdserve.rpc.v1 import inference_pb2, rank_pb2, worker_pb2, worker_pb2_grpc
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Answers routers."""
+
+    def __init__(
+        self,
+        rank: RankProcess,
+        streams: FrontStreams,
+        log: TokenLog,
+        info: inference_pb2.WorkerInfo,
+        call_timeout_s: float,
+    ) -> None:
+        """`info` is kept up to date by the face."""
+        self._rank = rank
+        self._streams = streams
+        self._log = log
+        self._info = info
+        self._call_timeout_s = call_timeout_s
+
+    async def Submit(
+        self,
+        request: worker_pb2.SubmitRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.SubmitRequest, worker_pb2.SubmitResponse],
+    ) -> worker_pb2.SubmitResponse:
+        """Queues a request on the rank."""
+        try:
+            if request.incarnation != self._info.incarnation:
+                raise StaleAttempt(f"this is incarnation {self._info.incarnation:016x}")
+            if self._info.state != "ready":
+                raise WorkerLost(f"worker {self._info.worker_id} is {self._info.state}")
+            reply = await self._rank.call(rank_pb2.ToRank(submit=request), self._call_timeout_s)
+        except PdserveError as error:
+            await abort_with(context, error)
+        return reply.submit
+
+    async def PlaceDecode(
+        self,
+        request: worker_pb2.PlaceDecodeRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.PlaceDecodeRequest, worker_pb2.PlaceDecodeResponse
+        ],
+    ) -> worker_pb2.PlaceDecodeResponse:
+        """Names another decode worker for a request this rank holds."""
+        try:
+            message = rank_pb2.ToRank(place_decode=request)
+            reply = await self._rank.call(message, self._call_timeout_s)
+        except PdserveError as error:
+            await abort_with(context, error)
+        return reply.place_decode
+
+    async def Cancel(
+        self,
+        request: worker_pb2.CancelRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.CancelRequest, worker_pb2.CancelResponse],
+    ) -> worker_pb2.CancelResponse:
+        """Frees everything of a request here."""
+        try:
+            reply = await self._rank.call(rank_pb2.ToRank(cancel=request), self._call_timeout_s)
+        except PdserveError as error:
+            await abort_with(context, error)
+        self._log.forget(RequestId(request.request_id), request.attempt)
+        return reply.cancel
+
+    async def Stream(
+        self,
+        request: worker_pb2.StreamRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.StreamRequest, worker_pb2.StreamBatch],
+    ) -> AsyncIterator[worker_pb2.StreamBatch]:
+        """Streams what the front does not have yet."""
+        async for batch in self._streams.serve(request):
+            yield batch
+
+    async def GetStatus(
+        self,
+        request: worker_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse
+        ],
+    ) -> worker_pb2.GetStatusResponse:
+        """Returns identity, load, ledger and links as of the last heartbeat."""
+        return worker_pb2.GetStatusResponse(worker=self._info)
+
+
+def new_worker_info(
+    worker_id: str, role: str, incarnation: Incarnation, face_pid: int
+) -> inference_pb2.WorkerInfo:
+    """Returns the record that a face keeps up to date."""
+    return inference_pb2.WorkerInfo(
+        worker_id=worker_id,
+        role=role,
+        incarnation=incarnation,
+        face_pid=face_pid,
+        state="starting",
+    )

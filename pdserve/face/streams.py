@@ -1,0 +1,88 @@
+"""One outbound stream per router front: what the token log has for it, and load figures."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from pdserve.face.token_log import TokenLog
+from pdserve.request import FrontId, Incarnation, RequestId
+from pdserve.rpc.v1 import types_pb2, worker_pb2
+from pdserve.timeline import Clock
+
+LOAD_INTERVAL_S = 0.5
+"""Longest silence of a healthy stream; a router counts a multiple of it as death."""
+
+
+class FrontStreams:
+    """The streams that are open, and how long each front has been without one."""
+
+    def __init__(
+        self,
+        log: TokenLog,
+        incarnation: Incarnation,
+        clock: Clock,
+        load: Callable[[], tuple[types_pb2.WorkerLoad, bool]],
+    ) -> None:
+        """`load` returns the latest load figures and whether the worker drains."""
+        self._log = log
+        self._incarnation = incarnation
+        self._clock = clock
+        self._load = load
+        self._wakers: dict[FrontId, asyncio.Event] = {}
+        self._gone_since_s: dict[FrontId, float] = {}
+
+    def publish(self, front_id: FrontId, update: worker_pb2.SequenceUpdate) -> None:
+        """Logs an update and wakes the front's stream."""
+        self._log.append(front_id, update)
+        waker = self._wakers.get(front_id)
+        if waker is not None:
+            waker.set()
+        else:
+            self._gone_since_s.setdefault(front_id, self._clock.now())
+
+    async def serve(
+        self, request: worker_pb2.StreamRequest
+    ) -> AsyncIterator[worker_pb2.StreamBatch]:
+        """Yields batches until the front goes away or opens another stream."""
+        front_id = FrontId(request.front_id)
+        waker = asyncio.Event()
+        previous = self._wakers.get(front_id)
+        self._wakers[front_id] = waker
+        if previous is not None:
+            previous.set()
+        self._gone_since_s.pop(front_id, None)
+        self._log.resume(front_id, list(request.resumes))
+        try:
+            yield self._batch(front_id)
+            while self._wakers.get(front_id) is waker:
+                if not self._log.has_news(front_id):
+                    try:
+                        async with asyncio.timeout(LOAD_INTERVAL_S):
+                            await waker.wait()
+                    except TimeoutError:
+                        pass  # time to send load figures
+                waker.clear()
+                if self._wakers.get(front_id) is waker:
+                    yield self._batch(front_id)
+        finally:
+            if self._wakers.get(front_id) is waker:
+                del self._wakers[front_id]
+                self._gone_since_s[front_id] = self._clock.now()
+
+    def _batch(self, front_id: FrontId) -> worker_pb2.StreamBatch:
+        load, is_draining = self._load()
+        return worker_pb2.StreamBatch(
+            incarnation=self._incarnation,
+            updates=self._log.take(front_id),
+            load=load,
+            is_draining=is_draining,
+        )
+
+    def take_orphans(self, grace_s: float) -> list[tuple[RequestId, int]]:
+        """Returns open requests of fronts that have had no stream for `grace_s`, once."""
+        limit = self._clock.now() - grace_s
+        orphans: list[tuple[RequestId, int]] = []
+        for front_id, since_s in list(self._gone_since_s.items()):
+            if since_s < limit:
+                del self._gone_since_s[front_id]
+                orphans += self._log.open_requests(front_id)
+        return orphans

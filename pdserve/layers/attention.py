@@ -1,0 +1,115 @@
+"""Attention of one step: which rows of the batch attend to which KV.
+
+Letters as in `pdserve.kernels.reference`; M is rows of the batch, one per token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.reference import attend_row, attend_tile, gather_blocks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileRows:
+    """Prompt tokens of one tile."""
+
+    first_row: int
+    last_row: int
+    """Exclusive."""
+    offset: int
+    """Place of the first token in its tile."""
+    num_kv: int
+    """KV tokens up to the tile's end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputRow:
+    """One output token."""
+
+    row: int
+    num_kv: int
+    """KV tokens up to and with itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRows:
+    """One sequence's tokens of a step and where its KV lies."""
+
+    tiles: tuple[TileRows, ...]
+    outputs: tuple[OutputRow, ...]
+    num_kv: int
+    """The most KV tokens that any tile or row reads."""
+    first_slot: int | None
+    """Where the KV starts if its blocks follow one another in memory; else None."""
+    block_index: Tensor | None
+    """int64 block ids that cover `num_kv` tokens, if they do not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBatch:
+    """Everything the model needs to know of a step, in tensors."""
+
+    token_ids: Tensor
+    """int64 [M]."""
+    positions: Tensor
+    """int64 [M]."""
+    slots: Tensor
+    """int64 [M]; where each token's KV is written."""
+    sample_rows: Tensor
+    """int64 [num_sample_rows]; rows that go through the head."""
+    sequences: tuple[SequenceRows, ...]
+    block_size: int
+
+
+def attend(
+    q_MHD: Tensor, keys_SJD: Tensor, values_SJD: Tensor, batch: ForwardBatch, tile_mask: Tensor
+) -> Tensor:
+    """Attends for every row of the batch.
+
+    Args:
+        q_MHD: rotated queries.
+        keys_SJD: all key slots of the layer, this step's tokens included.
+        values_SJD: all value slots.
+        batch: the step.
+        tile_mask: of `make_tile_mask`, long enough for the longest tile.
+
+    Returns:
+        [M, H, D].
+    """
+    out_MHD = torch.empty_like(q_MHD)
+    num_rows, num_heads, head_dim = q_MHD.shape
+    num_kv_heads = keys_SJD.shape[1]
+    grouped = (num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    q_MJGD, out_MJGD = q_MHD.view(grouped), out_MHD.view(grouped)
+    for sequence in batch.sequences:
+        keys, values = _kv_of(sequence, keys_SJD, values_SJD, batch.block_size)
+        for tile in sequence.tiles:
+            rows = slice(tile.first_row, tile.last_row)
+            mask = tile_mask[:, tile_mask.shape[1] - tile.num_kv :]
+            out_MHD[rows] = attend_tile(
+                q_MHD[rows], keys[: tile.num_kv], values[: tile.num_kv], tile.offset, mask
+            )
+        if not sequence.outputs:
+            continue
+        keys_1JSD, values_1JSD = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        for output in sequence.outputs:
+            row, num_kv = output.row, output.num_kv
+            out_MJGD[row : row + 1] = attend_row(
+                q_MJGD[row : row + 1], keys_1JSD[:, :, :num_kv], values_1JSD[:, :, :num_kv]
+            )
+    return out_MHD
+
+
+def _kv_of(
+    sequence: SequenceRows, keys_SJD: Tensor, values_SJD: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Returns a view where blocks follow one another, which spares the copy; else gathers."""
+    if sequence.block_index is None:
+        assert sequence.first_slot is not None
+        span = slice(sequence.first_slot, sequence.first_slot + sequence.num_kv)
+        return keys_SJD[span], values_SJD[span]
+    keys = gather_blocks(keys_SJD, sequence.block_index, block_size)
+    values = gather_blocks(values_SJD, sequence.block_index, block_size)
+    return keys, values

@@ -1,0 +1,128 @@
+"""Matrix products whose result for a row does not depend on the other rows.
+
+Letters: M rows (tokens), K inputs, N outputs.
+
+In float32 the oneDNN products over packed weights come out bit-equal for a row whatever M is, but
+that is a property of a CPU and a library version, so `choose_backend` tries it on the shapes of
+the model before any weight is packed, and takes the smallest number of rows (padding up to it)
+from which on it holds.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MIN_ROWS_CANDIDATES = (1, 2, 4, 8, 16, 32)
+PROBE_ROWS = 64
+PROBE_SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
+"""Row counts tried at start: around the register tiles of AVX2, AVX-512 and AMX kernels."""
+PACKING_ROWS_HINT = 64
+"""Rows that the packed layout is chosen for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearBackend:
+    """How products are computed; chosen once when a model is loaded."""
+
+    is_packed: bool
+    """Through oneDNN with packed weights, else torch's own product."""
+    min_rows: int = 1
+    """Fewer rows are padded up to this."""
+
+
+class Linear:
+    """y = x W^T + b with a packed W."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, backend: LinearBackend) -> None:
+        """Packs the weight; the original may be dropped afterwards."""
+        self._num_outputs = weight_NK.shape[0]
+        self._backend = backend
+        self._bias_N = bias_N
+        self._weight = pack_weight(weight_NK) if backend.is_packed else weight_NK.contiguous()
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        """Returns [M, N]."""
+        num_rows = x_MK.shape[0]
+        missing = self._backend.min_rows - num_rows
+        if missing > 0:
+            x_MK = functional.pad(x_MK, (0, 0, 0, missing))
+        if self._backend.is_packed:
+            y_MN = packed_product(x_MK, self._weight, self._bias_N)
+        else:
+            y_MN = functional.linear(x_MK, self._weight, self._bias_N)
+        return y_MN[:num_rows] if missing > 0 else y_MN
+
+
+def pack_weight(weight_NK: Tensor) -> Tensor:
+    """Reorders a weight into oneDNN's own layout (a private operator of torch)."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(
+        weight_NK.contiguous(), PACKING_ROWS_HINT
+    )
+    return packed
+
+
+def packed_product(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+    """Multiplies by a packed weight."""
+    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, packed, bias_N, "none", [], "")
+    return y_MN
+
+
+def self_test(linear: Linear, num_inputs: int, dtype: torch.dtype) -> bool:
+    """Says whether rows come out bit-equal whatever the number of rows is, for sizes tried."""
+    generator = torch.Generator().manual_seed(0)
+    x_MK = torch.randn(PROBE_ROWS, num_inputs, generator=generator).to(dtype)
+    expected_MN = linear(x_MK)
+    return all(torch.equal(linear(x_MK[:rows]), expected_MN[:rows]) for rows in PROBE_SIZES)
+
+
+def choose_backend(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> LinearBackend:
+    """Chooses how the products of a model are computed on this machine.
+
+    Args:
+        dtype: of weights and activations.
+        shapes: (N, K) of every product.
+
+    Raises:
+        ConfigError: dtype is float32 and no way of computing is independent of the batch.
+    """
+    distinct = sorted(set(shapes))
+    can_pack = _can_pack(dtype)
+    if dtype != torch.float32:
+        backend = LinearBackend(is_packed=can_pack)
+        logger.info("linear backend chosen", extra={"packed": can_pack, "min_rows": 1})
+        return backend
+    for is_packed in (True, False) if can_pack else (False,):
+        for min_rows in MIN_ROWS_CANDIDATES:
+            backend = LinearBackend(is_packed=is_packed, min_rows=min_rows)
+            if all(_holds_for_shape(shape, dtype, backend) for shape in distinct):
+                extra = {"packed": is_packed, "min_rows": min_rows}
+                logger.info("linear backend chosen", extra=extra)
+                return backend
+    raise ConfigError(
+        "float32 products on this CPU depend on the batch size, so equal output cannot be "
+        "promised; use dtype bfloat16"
+    )
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    weight_NK = torch.ones(16, 16, dtype=dtype)
+    try:
+        packed_product(weight_NK, pack_weight(weight_NK), None)
+    except (RuntimeError, AttributeError):  # no oneDNN, or no such type on this CPU
+        return False
+    return True
+
+
+def _holds_for_shape(shape: tuple[int, int], dtype: torch.dtype, backend: LinearBackend) -> bool:
+    num_outputs, num_inputs = shape
+    generator = torch.Generator().manual_seed(1)
+    weight_NK = torch.empty(num_outputs, num_inputs).uniform_(-1, 1, generator=generator)
+    return self_test(Linear(weight_NK.to(dtype), None, backend), num_inputs, dtype)

@@ -1,0 +1,62 @@
+"""Bucket edges that existing dashboards use, and the /metrics server."""
+
+from dataclasses import dataclass
+from socketserver import BaseServer
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from pdserve.errors import ConfigError
+from pdserve.rpc.server import check_port_is_free, join_address, resolve_host
+
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+FINE_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, *ITL_BUCKETS_S)
+"""For our own series: the common edges are too coarse below 10 ms."""
+REQUEST_BUCKETS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Whole requests, queue, prefill and decode times."""
+HANDOFF_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+TOKEN_COUNT_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+"""1-2-5 steps for prompt and output lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsServer:
+    """A running /metrics listener."""
+
+    address: str
+    """host:port."""
+    server: BaseServer
+    thread: Thread
+
+    def close(self) -> None:
+        """Stops listening and joins the thread."""
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> MetricsServer:
+    """Serves one registry at http://host:port/metrics from a daemon thread; port 0 takes any.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    address = resolve_host(host)
+    check_port_is_free(address, port)
+    try:
+        server, thread = start_http_server(port, addr=address, registry=registry)
+    except OSError as error:
+        where = join_address(host, port)
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from error
+    bound_port = int(server.server_address[1])
+    return MetricsServer(address=join_address(address, bound_port), server=server, thread=thread)

@@ -1,0 +1,49 @@
+"""The one crossing into the engine thread: a queue that any thread may post to."""
+
+import queue
+import threading
+
+from pdserve.rpc.channel import BlockingChannel, ChannelClosed
+from pdserve.rpc.v1 import rank_pb2
+
+
+class ChannelLost:
+    """The face is gone: the rank must end."""
+
+
+class Inbox:
+    """Events for the engine thread, in the order they were posted."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def post(self, event: object) -> None:
+        """Adds an event; callable from any thread, never waits."""
+        self._queue.put(event)
+
+    def drain(self, timeout_s: float) -> list[object]:
+        """Returns all events, waiting up to `timeout_s` for a first one. Engine thread only."""
+        events: list[object] = []
+        try:
+            events.append(
+                self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get(False)
+            )
+            while True:
+                events.append(self._queue.get(False))
+        except queue.Empty:
+            return events
+
+
+def read_channel(channel: BlockingChannel, inbox: Inbox) -> threading.Thread:
+    """Starts the thread that moves messages of the face into the inbox."""
+
+    def read() -> None:
+        try:
+            while True:
+                inbox.post(rank_pb2.ToRank.FromString(channel.receive()))
+        except ChannelClosed:
+            inbox.post(ChannelLost())
+
+    thread = threading.Thread(target=read, name="face-reader", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,89 @@
+"""The turn of a rank: events in, leases and deadlines, one engine step, updates out."""
+
+from typing import Protocol
+
+from pdserve.rank.inbox import ChannelLost, Inbox
+from pdserve.rank.outbox import Outbox
+from pdserve.rpc.v1 import rank_pb2
+from pdserve.timeline import Clock
+
+IDLE_WAIT_S = 0.02
+"""Longest sleep between turns; bounds how late a lease or deadline is noticed."""
+
+
+class Engine(Protocol):
+    """What a pool's rank does in each turn. Called from the engine thread only."""
+
+    def handle(self, event: object) -> None:
+        """Takes one event: a ToRank message or something a link posted."""
+        ...
+
+    def tick(self) -> None:
+        """Looks at clocks: leases, deadlines, hold times."""
+        ...
+
+    def step(self) -> bool:
+        """Computes one step; False when there was nothing to compute."""
+        ...
+
+    def describe(self) -> rank_pb2.RankHeartbeat:
+        """Returns load, ledger, links and counters."""
+        ...
+
+
+class StepLoop:
+    """Runs an engine until the face says so or is gone."""
+
+    def __init__(
+        self, engine: Engine, inbox: Inbox, outbox: Outbox, clock: Clock, heartbeat_s: float
+    ) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._progress = 1
+        self._step_s = 0.0
+        self._steps = 0
+        self._total_step_s = 0.0
+
+    def run(self) -> None:
+        """Turns until shutdown.
+
+        Raises:
+            ChannelClosed: the face died while something was sent to it.
+        """
+        did_work = False
+        next_heartbeat_s = self._clock.now()
+        while True:
+            for event in self._inbox.drain(0.0 if did_work else IDLE_WAIT_S):
+                if isinstance(event, ChannelLost):
+                    return
+                if isinstance(event, rank_pb2.ToRank) and event.HasField("shutdown"):
+                    return
+                self._engine.handle(event)
+            self._engine.tick()
+            did_work = self._timed_step()
+            self._outbox.flush()
+            self._progress += 1
+            if self._clock.now() >= next_heartbeat_s:
+                self._send_heartbeat()
+                next_heartbeat_s = self._clock.now() + self._heartbeat_s
+
+    def _timed_step(self) -> bool:
+        started_s = self._clock.now()
+        if not self._engine.step():
+            return False
+        seconds = self._clock.now() - started_s
+        self._step_s = seconds if self._step_s == 0.0 else 0.8 * self._step_s + 0.2 * seconds
+        self._steps += 1
+        self._total_step_s += seconds
+        return True
+
+    def _send_heartbeat(self) -> None:
+        heartbeat = self._engine.describe()
+        heartbeat.progress = self._progress
+        heartbeat.predicted_step_s = self._step_s
+        heartbeat.counters.steps = self._steps
+        heartbeat.counters.step_seconds = self._total_step_s
+        self._outbox.send(rank_pb2.FromRank(heartbeat=heartbeat))

@@ -1,0 +1,126 @@
+"""Chooses tokens from logits. The choice is a pure function of (logits, params, output index).
+
+Randomness is counter-based: the noise of a token is a hash of (seed, sample index, output index,
+token id), so a replay on any process draws the same noise. With E exponential noise, the token that
+maximises `probability / E` is an exact sample: the exponential race, the same thing as the
+Gumbel-max trick (Maddison, Tarlow and Minka, "A* Sampling", section 2) with one logarithm less.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.request import SampledToken, SamplingParams, TokenLogprobs
+
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+UINT64_MASK = 2**64 - 1
+FIRST_CANDIDATES = 1024
+"""A top-p set larger than this is rare; only then is the whole vocabulary sorted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingRow:
+    """What one row of logits is sampled with."""
+
+    params: SamplingParams
+    output_index: int
+    stop_ids: frozenset[int] = frozenset()
+    """Cannot be chosen before `params.min_tokens` output tokens."""
+    sample_index: int = 0
+    """Which of several samples of one prompt."""
+
+
+def sample(logits_V: Tensor, row: SamplingRow) -> SampledToken:  # noqa: N803
+    """Chooses the next token.
+
+    Args:
+        logits_V: float32 [vocab_size]; not changed. NaN counts as the least likely.
+        row: how to choose.
+    """
+    least = torch.finfo(logits_V.dtype).min
+    raw = torch.nan_to_num(logits_V, nan=least, neginf=least)
+    allowed = _without_stop_ids(raw, row)
+    is_greedy = row.params.temperature == 0
+    token_id = int(allowed.argmax()) if is_greedy else _draw(allowed, row)
+    if row.params.logprobs is None:
+        return SampledToken(token_id=token_id)
+    return SampledToken(token_id=token_id, logprobs=_logprobs(raw, token_id, row.params.logprobs))
+
+
+def exponential_noise(
+    token_ids: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    seed: int,
+    sample_index: int,
+    output_index: int,
+) -> Tensor:
+    """Returns one exponential variate per token, float64, in (0, 37]."""
+    key = np.array([seed & UINT64_MASK], dtype=np.uint64)
+    for counter in (sample_index, output_index):
+        key = _mix(key + GOLDEN_GAMMA * np.array([counter + 1], dtype=np.uint64))
+    bits = _mix(key + GOLDEN_GAMMA * (token_ids + np.uint64(1)))
+    # 52 bits and a half: neither 0 nor, after rounding, 1.
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return torch.from_numpy(uniform).log().neg()
+
+
+def _mix(
+    state: np.ndarray[tuple[int], np.dtype[np.uint64]],
+) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Scrambles 64 bits: the output function of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * MIX_1
+    state = (state ^ (state >> np.uint64(27))) * MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def _without_stop_ids(logits: Tensor, row: SamplingRow) -> Tensor:
+    if row.output_index >= row.params.min_tokens or not row.stop_ids:
+        return logits
+    masked = logits.clone()
+    inside = [token_id for token_id in row.stop_ids if token_id < masked.shape[0]]
+    masked[inside] = -torch.inf
+    return masked
+
+
+def _draw(logits: Tensor, row: SamplingRow) -> int:
+    """Samples at a temperature over 0, within top-k and then top-p."""
+    params = row.params
+    # The difference first, so that no temperature however small makes infinity minus infinity.
+    scaled = (logits.double() - logits.max().double()) / params.temperature
+    ids: Tensor | None = None
+    if 0 < params.top_k < scaled.shape[0]:
+        scaled, ids = scaled.topk(params.top_k)
+    if params.top_p < 1:
+        kept, picked = _top_p(scaled, params.top_p)
+        scaled, ids = kept, picked if ids is None else ids[picked]
+    if ids is None:
+        token_ids = np.arange(scaled.shape[0], dtype=np.uint64)
+    else:
+        token_ids = ids.numpy().astype(np.uint64)
+    noise = exponential_noise(token_ids, params.seed, row.sample_index, row.output_index)
+    return int(token_ids[int((scaled.exp() / noise).argmax())])
+
+
+def _top_p(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Keeps the fewest most likely tokens whose probabilities add up to `top_p`, at least one."""
+    total = scaled.exp().sum()
+    for num_candidates in (FIRST_CANDIDATES, scaled.shape[0]):
+        values, ids = scaled.topk(min(num_candidates, scaled.shape[0]))
+        cumulative = values.exp().cumsum(0) / total
+        if float(cumulative[-1]) >= top_p:
+            break
+    num_kept = int((cumulative < top_p).sum()) + 1
+    return values[:num_kept], ids[:num_kept]
+
+
+def _logprobs(raw: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """Reports log-probabilities of the model itself, before temperature and filters."""
+    logprobs = raw.double().log_softmax(0)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top > 0:
+        values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token_id=token_id, logprob=float(logprobs[token_id]), top=top)

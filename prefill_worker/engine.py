@@ -1,0 +1,234 @@
+"""The turn of a prefill rank: queue, compute chunks, hand KV off, tell the router."""
+
+import time
+
+from kv_transfer.events import FrameSent, LinkDown
+from kv_transfer.protocol import DecodeTarget, FirstToken
+from pdserve.config.worker import WorkerConfig
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
+from pdserve.rank.outbox import Outbox
+from pdserve.rank.tombstones import Tombstones
+from pdserve.request import Incarnation, Request, RequestId, WorkerId
+from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
+from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2
+from pdserve.timeline import Clock
+from prefill_worker.handoff import HandoffDesk
+from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
+
+
+class PrefillEngine:
+    """Ties the scheduler, the runner and the hand-offs together. Engine thread only."""
+
+    def __init__(
+        self,
+        *,
+        config: WorkerConfig,
+        scheduler: PrefillScheduler,
+        runner: ModelRunner,
+        desk: HandoffDesk,
+        outbox: Outbox,
+        clock: Clock,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._runner = runner
+        self._desk = desk
+        self._outbox = outbox
+        self._clock = clock
+        self._max_model_len = max_model_len
+        self._tombstones = Tombstones(clock)
+        self._is_draining = False
+
+    def handle(self, event: object) -> None:
+        """Takes a message of the face or an event of a link."""
+        match event:
+            case FrameSent():
+                self._desk.frame_sent(event)
+            case LinkDown():
+                self._desk.link_down(event)
+            case rank_pb2.ToRank():
+                self._handle_message(event)
+            case _:
+                raise AssertionError(f"unknown event {event!r}")
+
+    def _handle_message(self, message: rank_pb2.ToRank) -> None:
+        call_id = message.call_id
+        match message.WhichOneof("message"):
+            case "submit":
+                self._answer_submit(call_id, message.submit)
+            case "place_decode":
+                self._place(message.place_decode)
+                reply = rank_pb2.RankReply(place_decode=worker_pb2.PlaceDecodeResponse())
+                self._outbox.reply(call_id, reply)
+            case "cancel":
+                was_known = self._cancel(message.cancel)
+                answer = worker_pb2.CancelResponse(was_known=was_known)
+                self._outbox.reply(call_id, rank_pb2.RankReply(cancel=answer))
+            case "peer_reply":
+                self._desk.peer_replied(call_id, message.peer_reply)
+            case "drain":
+                self._is_draining = True
+            case other:
+                raise AssertionError(f"a prefill rank got {other}")
+
+    def _answer_submit(self, call_id: int, message: worker_pb2.SubmitRequest) -> None:
+        try:
+            self._submit(message)
+        except PdserveError as error:
+            self._outbox.refuse(call_id, error)
+            return
+        reply = rank_pb2.RankReply(submit=worker_pb2.SubmitResponse())
+        self._outbox.reply(call_id, reply)
+
+    def _submit(self, message: worker_pb2.SubmitRequest) -> None:
+        request = request_from_wire(message.request)
+        if self._is_draining:
+            raise WorkerLost("this worker is draining")
+        if not message.HasField("decode"):
+            raise InvalidField("decode", None, "set: a prefill worker hands its KV off")
+        if len(request.token_ids) >= self._max_model_len:
+            limit = f"under {self._max_model_len} tokens"
+            raise InvalidField("token_ids", len(request.token_ids), limit)
+        self._tombstones.check(request)
+        self._desk.drop_older(request)
+        self._scheduler.submit(request)
+        self._desk.open(request, target_from_wire(message.decode))
+
+    def _place(self, message: worker_pb2.PlaceDecodeRequest) -> None:
+        request_id = RequestId(message.request_id)
+        self._desk.place(request_id, message.attempt, target_from_wire(message.decode))
+
+    def _cancel(self, message: worker_pb2.CancelRequest) -> bool:
+        request_id = RequestId(message.request_id)
+        self._tombstones.add(request_id, message.attempt)
+        return self._desk.cancel(request_id, message.attempt)
+
+    def tick(self) -> None:
+        """Drops requests past their deadline, renews leases, retries what a link had no room for."""
+        for request_id in self._scheduler.expired(self._clock.now()):
+            request = self._desk.request(request_id)
+            error = DeadlineExceeded("the deadline passed on the prefill worker")
+            self._outbox.update(request.front_id, failed_update(request, error))
+            self._desk.cancel(request_id, request.attempt)
+        self._desk.tick()
+        self._tombstones.expire()
+
+    def step(self) -> bool:
+        """Asks for reservations, computes one step and passes on what came of it."""
+        for request in self._scheduler.requests_in_window():
+            self._desk.enter_window(request.request_id)
+        plan = self._scheduler.plan_step()
+        if plan is None:
+            return False
+        if self._config.faults.step_delay_s:
+            time.sleep(self._config.faults.step_delay_s)
+        result = self._runner.run(plan)
+        for progress in self._scheduler.complete_step(plan, result):
+            self._pass_on(progress)
+        return True
+
+    def _pass_on(self, progress: PrefillProgress) -> None:
+        request_id = progress.request_id
+        self._desk.computed(request_id, progress.num_computed)
+        if progress.sampled is None:
+            return
+        assert progress.output_index is not None
+        token = progress.sampled
+        request = self._desk.request(request_id)
+        times = self._scheduler.times(request_id)
+        update = worker_pb2.SequenceUpdate(
+            request_id=request_id,
+            attempt=request.attempt,
+            first_index=progress.output_index,
+            token_ids=[token.token_id],
+            times=worker_pb2.StageTimes(
+                queue_s=times.queue_s,
+                prefill_s=times.prefill_s,
+                cached_tokens=self._scheduler.num_cached_tokens(request_id),
+            ),
+        )
+        if token.logprobs is not None:
+            update.logprobs.append(logprobs_to_wire(token.logprobs))
+        if progress.finish_reason is not None:
+            update.finished.CopyFrom(finished_with(request, progress))
+        self._outbox.update(request.front_id, update)
+        # The router has token 1 before the hand-off ends: send it before the commit.
+        self._outbox.flush()
+        first = FirstToken(token_id=token.token_id, output_index=progress.output_index)
+        self._desk.sampled(request_id, first, is_finished=progress.finish_reason is not None)
+
+    def describe(self) -> rank_pb2.RankHeartbeat:
+        """Returns load, ledger, links and counters."""
+        load, ledger = self._scheduler.load(), self._scheduler.ledger()
+        counters = self._scheduler.counters
+        totals = self._desk.totals
+        return rank_pb2.RankHeartbeat(
+            has_work=self._scheduler.has_work,
+            load=types_pb2.WorkerLoad(
+                num_waiting=load.num_waiting,
+                num_running=load.num_running,
+                queued_tokens=load.queued_tokens,
+                total_blocks=load.total_blocks,
+                free_blocks=load.free_blocks,
+                cached_blocks=load.cached_blocks,
+                reserved_blocks=load.reserved_blocks,
+                active_blocks=load.active_blocks,
+            ),
+            ledger=types_pb2.Ledger(
+                total_blocks=ledger.total_blocks,
+                free_blocks=ledger.free_blocks,
+                cached_blocks=ledger.cached_blocks,
+                sequences=ledger.sequences,
+                held_handoffs=ledger.held_handoffs,
+                leases=self._desk.num_leases,
+                transfers=self._desk.num_pending_frames,
+            ),
+            links=self._desk.describe_links(),
+            counters=rank_pb2.RankCounters(
+                prompt_tokens=counters.prompt_tokens,
+                generation_tokens=counters.generation_tokens,
+                prefix_cache_queries=counters.prefix_cache_queries,
+                prefix_cache_hits=counters.prefix_cache_hits,
+                handoffs_completed=totals.completed,
+                handoffs_failed=totals.failed,
+                handoffs_refused=totals.refused,
+                leases_expired=totals.leases_expired,
+                stale_refused=counters.stale_refused,
+                handoff_bytes=totals.num_bytes,
+                handoff_seconds=totals.seconds,
+            ),
+            is_drained=self._is_draining and not ledger.sequences and self._desk.is_idle,
+        )
+
+
+def target_from_wire(wire: worker_pb2.DecodeTarget) -> DecodeTarget:
+    """Decodes the router's choice."""
+    return DecodeTarget(
+        worker_id=WorkerId(wire.worker_id),
+        incarnation=Incarnation(wire.incarnation),
+        address=wire.address,
+        decode_attempt=wire.decode_attempt,
+    )
+
+
+def finished_with(request: Request, progress: PrefillProgress) -> worker_pb2.Finished:
+    """Encodes the end of a sequence whose first token here is its last."""
+    assert progress.sampled is not None
+    assert progress.finish_reason is not None
+    token_id = progress.sampled.token_id
+    is_stop_id = progress.finish_reason.value == "stop" and token_id in request.stop_ids
+    return worker_pb2.Finished(
+        reason=finish_reason_to_wire(progress.finish_reason),
+        stop_token_id=token_id if is_stop_id else None,
+    )
+
+
+def failed_update(request: Request, error: PdserveError) -> worker_pb2.SequenceUpdate:
+    """Encodes the failure of a request."""
+    return worker_pb2.SequenceUpdate(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        failed=worker_pb2.Failed(code=error.grpc_code, reason=error.reason, message=str(error)),
+    )

@@ -1,0 +1,377 @@
+"""Carries out what the hand-off protocol asks of a prefill worker: calls, frames, releases."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer import codec
+from kv_transfer.events import FrameSent, LinkDown
+from kv_transfer.prefill_actions import (
+    DropFrames,
+    PrefillAction,
+    PushFrame,
+    ReleaseBlocks,
+    ReportHandedOff,
+    ReportNeedsPlacement,
+    ReportReturned,
+    ReturnReason,
+    SendAbort,
+    SendCommit,
+    SendRenew,
+    SendReserve,
+)
+from kv_transfer.prefill_side import PrefillHandoff
+from kv_transfer.protocol import CallFailed, DecodeTarget, FirstToken, Grant, Identity, Refusal
+from kv_transfer.transport import FrameSender, LinkPeer, OutgoingFrame
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.model import KvGeometry
+from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.engine.scheduler import Stage
+from pdserve.errors import WorkerLost
+from pdserve.rank.outbox import Outbox
+from pdserve.request import Request, RequestId
+from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
+from pdserve.timeline import Clock
+from prefill_worker.scheduler import PrefillScheduler
+
+_RETURN_REASONS = {
+    ReturnReason.PLACEMENT_TIMEOUT: worker_pb2.Returned.REASON_PLACEMENT_TIMEOUT,
+    ReturnReason.TRANSFER_FAILED: worker_pb2.Returned.REASON_TRANSFER_FAILED,
+}
+
+
+@dataclass(slots=True)
+class HandoffTotals:
+    """Counts since start."""
+
+    completed: int = 0
+    failed: int = 0
+    refused: int = 0
+    leases_expired: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Desk:
+    """One request's hand-off and the target its window will ask."""
+
+    handoff: PrefillHandoff
+    first_target: DecodeTarget | None
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenCall:
+    """A call to a decode worker that has no answer yet."""
+
+    handoff: PrefillHandoff
+    action: SendReserve | SendCommit | SendRenew | None
+
+
+class HandoffDesk:
+    """All hand-offs of a prefill rank. Engine thread only.
+
+    Owns nothing of the KV: blocks belong to the scheduler's sequences until `ReleaseBlocks`, and
+    frames are copies that belong to the link once pushed.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: Identity,
+        geometry: KvGeometry,
+        config: HandoffConfig,
+        faults: FaultConfig,
+        scheduler: PrefillScheduler,
+        kv: KvTensors,
+        links: FrameSender,
+        outbox: Outbox,
+        clock: Clock,
+    ) -> None:
+        self.totals = HandoffTotals()
+        self._me = me
+        self._geometry = geometry
+        self._config = config
+        self._faults = faults
+        self._scheduler = scheduler
+        self._kv = kv
+        self._links = links
+        self._outbox = outbox
+        self._clock = clock
+        self._open: dict[RequestId, _Desk] = {}
+        self._settling: list[PrefillHandoff] = []
+        self._calls: dict[int, _OpenCall] = {}
+        self._frames: deque[tuple[PrefillHandoff, PushFrame]] = deque()
+
+    @property
+    def num_leases(self) -> int:
+        """Reservations held on decode workers."""
+        return sum(desk.handoff.reservation_id is not None for desk in self._open.values())
+
+    @property
+    def num_pending_frames(self) -> int:
+        """Frames that no link has taken yet."""
+        return len(self._frames)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no hand-off is under way."""
+        return not self._open
+
+    def request(self, request_id: RequestId) -> Request:
+        """Returns a request that is here."""
+        return self._open[request_id].handoff.request
+
+    def open(self, request: Request, target: DecodeTarget) -> None:
+        """Starts a hand-off; the decode worker is asked when the request enters the window."""
+        handoff = PrefillHandoff(
+            request=request,
+            me=self._me,
+            geometry=self._geometry,
+            config=self._config,
+            clock=self._clock,
+        )
+        self._open[request.request_id] = _Desk(handoff, target)
+
+    def enter_window(self, request_id: RequestId) -> None:
+        """Asks for the reservation of a request that will be computed soon."""
+        desk = self._open[request_id]
+        if desk.first_target is not None:
+            target, desk.first_target = desk.first_target, None
+            self._run(desk.handoff, desk.handoff.place(target))
+
+    def place(self, request_id: RequestId, attempt: int, target: DecodeTarget) -> None:
+        """Takes the router's next choice.
+
+        Raises:
+            WorkerLost: the request is not held here any more; the router starts it anew.
+        """
+        desk = self._open.get(request_id)
+        if desk is None or desk.handoff.request.attempt != attempt:
+            raise WorkerLost(f"attempt {attempt} of {request_id} is not held here any more")
+        desk.first_target = None
+        self._run(desk.handoff, desk.handoff.place(target))
+
+    def computed(self, request_id: RequestId, num_tokens: int) -> None:
+        """Passes on progress; frames that became whole go out."""
+        handoff = self._open[request_id].handoff
+        self._run(handoff, handoff.computed(num_tokens))
+
+    def sampled(self, request_id: RequestId, token: FirstToken, *, is_finished: bool) -> None:
+        """Passes on the first token."""
+        handoff = self._open[request_id].handoff
+        self._run(handoff, handoff.sampled(token, is_finished=is_finished))
+
+    def drop_older(self, request: Request) -> None:
+        """Ends an older attempt of a request that comes again."""
+        desk = self._open.get(request.request_id)
+        if desk is not None and desk.handoff.request.attempt < request.attempt:
+            self._run(desk.handoff, desk.handoff.cancel())
+
+    def cancel(self, request_id: RequestId, attempt: int) -> bool:
+        """Ends this attempt or an older one; says whether there was one."""
+        desk = self._open.get(request_id)
+        if desk is None or desk.handoff.request.attempt > attempt:
+            return False
+        self._run(desk.handoff, desk.handoff.cancel())
+        return True
+
+    def frame_sent(self, event: FrameSent) -> None:
+        """Takes a link's progress."""
+        for desk in list(self._open.values()):
+            handoff = desk.handoff
+            if handoff.reservation_id == event.reservation_id:
+                self._run(handoff, handoff.frame_sent(event.reservation_id, event.frame_index))
+        self._push_frames()
+
+    def link_down(self, event: LinkDown) -> None:
+        """Takes a link's death: what it had not sent needs another place."""
+        self.totals.failed += 1
+        waiting = {
+            action.reservation_id
+            for _, action in self._frames
+            if action.target.incarnation == event.link.peer
+        }
+        for desk in list(self._open.values()):
+            reservation_id = desk.handoff.reservation_id
+            if reservation_id is not None and reservation_id in event.lost | waiting:
+                handoff = desk.handoff
+                self._run(handoff, handoff.frames_lost(reservation_id, event.detail))
+
+    def tick(self) -> None:
+        """Looks at leases and hold times."""
+        for desk in list(self._open.values()):
+            self._run(desk.handoff, desk.handoff.tick())
+        self._push_frames()
+        self._settling = [handoff for handoff in self._settling if not handoff.is_settled]
+
+    def peer_replied(self, call_id: int, reply: rank_pb2.PeerReply) -> None:
+        """Takes a decode worker's answer."""
+        call = self._calls.pop(call_id)
+        failed = codec.call_failed_from_wire(reply.error) if reply.HasField("error") else None
+        handoff = call.handoff
+        match call.action:
+            case SendReserve(target=target):
+                granted = failed or codec.reserve_answer_from_wire(reply.reserve)
+                self._count_reserve(granted)
+                self._run(handoff, handoff.reserve_answered(target, granted))
+            case SendCommit(target=target):
+                landed = failed or codec.commit_answer_from_wire(reply.commit)
+                self._run(handoff, handoff.commit_answered(target, landed))
+            case SendRenew(target=target):
+                if failed is None:
+                    is_alive = all(reply.renew.is_alive)
+                    self._run(handoff, handoff.renewed(target, is_alive=is_alive))
+            case None:
+                pass  # an abort: the lease covers a lost one
+
+    def _count_reserve(self, answer: Grant | Refusal | CallFailed) -> None:
+        if isinstance(answer, Refusal):
+            self.totals.refused += 1
+
+    def _run(self, handoff: PrefillHandoff, actions: Sequence[PrefillAction]) -> None:
+        for action in actions:
+            match action:
+                case SendReserve() | SendCommit() | SendRenew():
+                    self._call(handoff, action)
+                case SendAbort():
+                    self._abort(handoff, action)
+                case PushFrame():
+                    self._frames.append((handoff, action))
+                case DropFrames():
+                    self._drop_frames(action)
+                case ReportNeedsPlacement():
+                    self._report_needs_placement(handoff, action)
+                case ReportHandedOff():
+                    self._report_handed_off(handoff, action)
+                case ReportReturned():
+                    self._report_returned(handoff, action)
+                case ReleaseBlocks():
+                    self._release(handoff)
+        self._push_frames()
+
+    def _call(
+        self, handoff: PrefillHandoff, action: SendReserve | SendCommit | SendRenew
+    ) -> None:
+        call = rank_pb2.PeerCall(address=action.target.address, timeout_s=action.timeout_s)
+        match action:
+            case SendReserve():
+                call.reserve.CopyFrom(codec.reserve_to_wire(action.envelope, handoff.request))
+            case SendCommit():
+                if self._faults.commit_delay_s:
+                    time.sleep(self._faults.commit_delay_s)
+                call.commit.CopyFrom(
+                    codec.commit_to_wire(
+                        action.envelope, action.first_token, action.manifest_digest
+                    )
+                )
+            case SendRenew():
+                call.renew.envelopes.append(codec.envelope_to_wire(action.envelope))
+        self._calls[self._outbox.call_peer(call)] = _OpenCall(handoff, action)
+
+    def _abort(self, handoff: PrefillHandoff, action: SendAbort) -> None:
+        abort = handoff_pb2.AbortHandoffRequest(
+            envelope=codec.envelope_to_wire(action.envelope), detail=action.detail
+        )
+        call = rank_pb2.PeerCall(
+            address=action.target.address, timeout_s=self._config.call_timeout_s, abort=abort
+        )
+        self._calls[self._outbox.call_peer(call)] = _OpenCall(handoff, None)
+
+    def _push_frames(self) -> None:
+        """Packs and pushes what links have room for; frames of one link keep their order."""
+        blocked: deque[tuple[PrefillHandoff, PushFrame]] = deque()
+        full = set()
+        while self._frames:
+            handoff, action = self._frames.popleft()
+            peer = action.target.incarnation
+            if peer in full or not self._links.has_room(peer):
+                full.add(peer)
+                blocked.append((handoff, action))
+                continue
+            self._push(handoff, action)
+        self._frames = blocked
+
+    def _push(self, handoff: PrefillHandoff, action: PushFrame) -> None:
+        frame = action.frame
+        table = self._scheduler.block_table(handoff.request.request_id)
+        block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
+        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
+        payload = self._kv.pack(block_ids, layers)
+        target = action.target
+        peer = LinkPeer(
+            worker_id=target.worker_id, incarnation=target.incarnation, endpoint=action.endpoint
+        )
+        outgoing = OutgoingFrame(
+            reservation_id=action.reservation_id, frame_index=frame.index, payload=payload
+        )
+        self._links.push(peer, outgoing)
+
+    def _drop_frames(self, action: DropFrames) -> None:
+        reservation_id = action.reservation_id
+        self._links.cancel(reservation_id)
+        self._frames = deque(
+            entry for entry in self._frames if entry[1].reservation_id != reservation_id
+        )
+
+    def _report_needs_placement(
+        self, handoff: PrefillHandoff, action: ReportNeedsPlacement
+    ) -> None:
+        self._update(
+            handoff,
+            worker_pb2.SequenceUpdate(
+                needs_placement=worker_pb2.NeedsPlacement(
+                    detail=action.detail,
+                    decode_attempt=action.decode_attempt,
+                    hold_s=action.hold_s,
+                    retry_after_s=action.retry_after_s,
+                )
+            ),
+        )
+
+    def _report_handed_off(self, handoff: PrefillHandoff, action: ReportHandedOff) -> None:
+        self.totals.completed += 1
+        self.totals.num_bytes += action.num_bytes
+        self.totals.seconds += action.handoff_s
+        times = worker_pb2.StageTimes(
+            handoff_s=action.handoff_s,
+            kv_blocks_shipped=action.num_blocks,
+            kv_bytes_shipped=action.num_bytes,
+        )
+        handed_off = worker_pb2.HandedOff(decode_attempt=action.decode_attempt)
+        update = worker_pb2.SequenceUpdate(times=times, handed_off=handed_off)
+        self._update(handoff, update)
+
+    def _report_returned(self, handoff: PrefillHandoff, action: ReportReturned) -> None:
+        self.totals.failed += 1
+        returned = worker_pb2.Returned(
+            reason=_RETURN_REASONS[action.reason], detail=action.detail
+        )
+        self._update(handoff, worker_pb2.SequenceUpdate(returned=returned))
+
+    def _update(self, handoff: PrefillHandoff, update: worker_pb2.SequenceUpdate) -> None:
+        update.request_id = handoff.request.request_id
+        update.attempt = handoff.request.attempt
+        self._outbox.update(handoff.request.front_id, update)
+
+    def _release(self, handoff: PrefillHandoff) -> None:
+        request = handoff.request
+        desk = self._open.get(request.request_id)
+        assert desk is not None
+        assert desk.handoff is handoff
+        del self._open[request.request_id]
+        if not handoff.is_settled:
+            self._settling.append(handoff)
+        if self._scheduler.stage_of(request.request_id) is Stage.HELD:
+            self._scheduler.release(request.request_id)
+        else:
+            self._scheduler.cancel(request.request_id, request.attempt)
+
+    def describe_links(self) -> list[inference_pb2.LinkInfo]:
+        """Returns the live links for status pages."""
+        return codec.links_to_wire(self._links.links())
+
+    def close(self) -> None:
+        """Closes every link."""
+        self._links.close()

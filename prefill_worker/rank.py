@@ -1,0 +1,59 @@
+"""The rank process of a prefill worker."""
+
+import sys
+
+from kv_transfer.protocol import Identity
+from kv_transfer.sender import LinkPool, SenderIdentity
+from pdserve.rank.startup import RankContext, run_rank
+from pdserve.request import WorkerId
+from prefill_worker.engine import PrefillEngine
+from prefill_worker.handoff import HandoffDesk
+from prefill_worker.scheduler import PrefillScheduler
+
+
+def build_engine(context: RankContext) -> PrefillEngine:
+    """Puts the parts of a prefill rank together."""
+    config = context.config
+    worker_id = WorkerId(config.worker_id)
+    scheduler = PrefillScheduler(
+        config.engine,
+        context.kv.num_blocks,
+        context.geometry.model_revision,
+        context.clock,
+        max_waiting=config.max_waiting,
+        look_ahead=config.handoff.look_ahead,
+    )
+    sender = SenderIdentity(
+        worker_id=worker_id, incarnation=context.incarnation, host=config.host
+    )
+    links = LinkPool(
+        me=sender, config=config.handoff, post=context.inbox.post, faults=config.faults
+    )
+    desk = HandoffDesk(
+        me=Identity(
+            worker_id=worker_id,
+            incarnation=context.incarnation,
+            compatibility_digest=context.geometry.digest(),
+        ),
+        geometry=context.geometry,
+        config=config.handoff,
+        faults=config.faults,
+        scheduler=scheduler,
+        kv=context.kv,
+        links=links,
+        outbox=context.outbox,
+        clock=context.clock,
+    )
+    return PrefillEngine(
+        config=config,
+        scheduler=scheduler,
+        runner=context.runner,
+        desk=desk,
+        outbox=context.outbox,
+        clock=context.clock,
+        max_model_len=context.max_model_len,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(build_engine))
