@@ -158,9 +158,7 @@ class LandingDesk:
 
     def _start(self, action: Start) -> None:
         self._reserver.start(action.reservation_id, action.first_token.token_id)
-        started = Started(
-            request=action.request, decode_attempt=action.envelope.decode_attempt
-        )
+        started = Started(request=action.request, decode_attempt=action.envelope.decode_attempt)
         self._started.append(started)
 
     def describe_links(self) -> list[inference_pb2.LinkInfo]:

@@ -22,9 +22,7 @@ class SchedulerReserver:
         self._num_rejects = num_rejects
         self._keys: dict[ReservationId, tuple[RequestId, int]] = {}
 
-    def reserve(
-        self, reservation_id: ReservationId, request: Request
-    ) -> ReservedBlocks | Refusal:
+    def reserve(self, reservation_id: ReservationId, request: Request) -> ReservedBlocks | Refusal:
         """Takes all blocks the prompt and its first growth need, or none."""
         if self._num_rejects > 0:
             self._num_rejects -= 1

@@ -155,7 +155,7 @@ class ModelSource:
 
     def _convert(self, gguf: Path, target: Path) -> None:
         started_s = time.monotonic()
-        self.report(f"converting {gguf.name} (once) ...")
+        self.report("converting the GGUF file to float32 (once) ...")
         self.convert(gguf, target)
         self.report(f"converted in {time.monotonic() - started_s:.1f} s")
 

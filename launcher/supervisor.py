@@ -8,7 +8,6 @@ read public attributes, each replaced as a whole; nobody waits on a lock.
 """
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.registry.base import RegistryUnavailable, WorkerRecord
 from pdserve.registry.redis import RedisRegistry
+from pdserve.rpc.server import channel_options, check_port_is_free, resolve_host
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 POLL_S = 0.05
@@ -91,7 +91,7 @@ class Supervisor:
 
     def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
         config = self._config
-        require_free_port(config.host, self._port)
+        check_port_is_free(resolve_host(config.host), self._port)
         with self._phase("model"):
             folder = resolve_model(
                 config.engine.model,
@@ -171,10 +171,9 @@ class Supervisor:
                 )
 
     def _router_sees_all(self) -> bool:
-        # A pool of its own: the shared one would remember the first refusal and back off.
-        options = (("grpc.use_local_subchannel_pool", 1),)
+        # A new channel each time: one that was refused backs off.
         address = f"{self._config.host}:{self._port}"
-        with grpc.insecure_channel(address, options=options) as channel:
+        with grpc.insecure_channel(address, options=channel_options()) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             try:
                 info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=1.0)
@@ -253,17 +252,3 @@ class Supervisor:
         started_s = time.monotonic()
         yield
         self._report(f"{name} ready after {time.monotonic() - started_s:.1f} s")
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Checks that a port can be bound.
-
-    Raises:
-        ConfigError: it is in use, or the host is not ours.
-    """
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

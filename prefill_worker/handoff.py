@@ -251,9 +251,7 @@ class HandoffDesk:
                     self._release(handoff)
         self._push_frames()
 
-    def _call(
-        self, handoff: PrefillHandoff, action: SendReserve | SendCommit | SendRenew
-    ) -> None:
+    def _call(self, handoff: PrefillHandoff, action: SendReserve | SendCommit | SendRenew) -> None:
         call = rank_pb2.PeerCall(address=action.target.address, timeout_s=action.timeout_s)
         match action:
             case SendReserve():
@@ -345,9 +343,7 @@ class HandoffDesk:
 
     def _report_returned(self, handoff: PrefillHandoff, action: ReportReturned) -> None:
         self.totals.failed += 1
-        returned = worker_pb2.Returned(
-            reason=_RETURN_REASONS[action.reason], detail=action.detail
-        )
+        returned = worker_pb2.Returned(reason=_RETURN_REASONS[action.reason], detail=action.detail)
         self._update(handoff, worker_pb2.SequenceUpdate(returned=returned))
 
     def _update(self, handoff: PrefillHandoff, update: worker_pb2.SequenceUpdate) -> None:

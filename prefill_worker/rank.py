@@ -23,9 +23,7 @@ def build_engine(context: RankContext) -> PrefillEngine:
         max_waiting=config.max_waiting,
         look_ahead=config.handoff.look_ahead,
     )
-    sender = SenderIdentity(
-        worker_id=worker_id, incarnation=context.incarnation, host=config.host
-    )
+    sender = SenderIdentity(worker_id=worker_id, incarnation=context.incarnation, host=config.host)
     links = LinkPool(
         me=sender, config=config.handoff, post=context.inbox.post, faults=config.faults
     )
