@@ -1,0 +1,11 @@
+"""`pdserve prefill-worker`: one prefill replica."""
+
+import sys
+
+from prefill_worker.server import run
+
+from launcher.roles.entry import run_worker
+from pdserve.request import Role
+
+if __name__ == "__main__":
+    sys.exit(run_worker(Role.PREFILL, run))
