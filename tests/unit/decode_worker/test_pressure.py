@@ -145,6 +145,8 @@ def test_B5_a_sequence_preempted_five_times_still_gives_its_own_tokens():
     num_let_go = 0
 
     def come_back_behind_others() -> None:
+        for other in bench.scheduler.requests():
+            bench.scheduler.cancel(other.request_id)
         for index in range(3):
             other = make_request(f"other{num_let_go}.{index}", 4, max_tokens=77, is_priority=True)
             bench.scheduler.submit_local(other)
