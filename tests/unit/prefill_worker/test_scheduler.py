@@ -252,6 +252,21 @@ def test_a_cancel_while_a_step_runs_drops_its_result():
     bench.assert_idle()
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_request_that_is_queued_again_while_a_step_runs_takes_nothing_from_it(attempt: int):
+    bench = Bench()
+    first = make_request("a", 10)
+    bench.scheduler.submit(first)
+    plan = bench.scheduler.plan_step()
+    assert plan is not None
+    bench.scheduler.cancel(rid("a"))
+    bench.scheduler.submit(first if attempt == 1 else make_request("a", 10, attempt=2))
+    assert bench.scheduler.complete_step(plan, bench.runner.run(plan)) == ()
+    bench.scheduler.check()
+    (progress,) = bench.step()
+    assert progress.attempt == attempt
+
+
 def test_a_cancel_of_an_older_attempt_leaves_the_newer_one():
     bench = Bench()
     bench.scheduler.submit(make_request("a", 10, attempt=3))
