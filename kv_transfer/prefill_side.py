@@ -36,7 +36,7 @@ from pdserve.request import Request, ReservationId
 from pdserve.timeline import Clock
 
 RENEWALS_PER_LEASE = 3
-LANDING_FRAME_TIMEOUTS = 3
+LANDING_FRAME_TIMEOUTS = 2
 """Without any progress for this many frame time-outs, a hand-off is given up."""
 
 
