@@ -99,7 +99,7 @@ class LandingDesk:
 
     def link_down(self, event: LinkDown) -> None:
         """Drops what a dead link had not delivered."""
-        self._run(self._handoffs.link_down(event.link.peer))
+        self._run(self._handoffs.link_down(event.link))
 
     def cancel(self, request_id: RequestId, attempt: int) -> bool:
         """Drops reservations of a request; says whether there was one."""
