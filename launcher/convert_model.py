@@ -6,9 +6,8 @@ The launcher itself never imports torch or gguf, and the conversion's memory goe
 import sys
 from pathlib import Path
 
-from pdserve.models.convert_gguf import convert_gguf
-
 from pdserve.errors import ConfigError
+from pdserve.models.convert_gguf import convert_gguf
 
 
 def main() -> int:

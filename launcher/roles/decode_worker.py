@@ -3,7 +3,6 @@
 import sys
 
 from decode_worker.server import run
-
 from launcher.roles.entry import run_worker
 from pdserve.request import Role
 

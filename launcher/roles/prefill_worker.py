@@ -2,10 +2,9 @@
 
 import sys
 
-from prefill_worker.server import run
-
 from launcher.roles.entry import run_worker
 from pdserve.request import Role
+from prefill_worker.server import run
 
 if __name__ == "__main__":
     sys.exit(run_worker(Role.PREFILL, run))

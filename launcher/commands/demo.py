@@ -1,0 +1,6 @@
+"""`pdserve demo`."""
+
+
+def demo() -> int:
+    """Show it."""
+    return 0
