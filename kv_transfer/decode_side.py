@@ -217,6 +217,11 @@ class DecodeHandoffs:
                 actions += self._abort(entry, RefusalReason.CANCELLED, "cancelled")
         return CancelOutcome(was_known=was_known, actions=actions)
 
+    def withdraw(self, reservation_id: ReservationId, detail: str) -> list[DecodeAction]:
+        """Drops a reservation whose blocks the scheduler needs; prefill keeps the KV."""
+        entry = self._reservations.get(reservation_id)
+        return [] if entry is None else self._abort(entry, RefusalReason.NO_ROOM, detail)
+
     def renew(self, envelopes: tuple[Envelope, ...]) -> tuple[bool, ...]:
         """Extends leases; answers for each whether it still holds a reservation."""
         return tuple(self._renew(envelope) for envelope in envelopes)

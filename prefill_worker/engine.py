@@ -106,7 +106,7 @@ class PrefillEngine:
         return self._desk.cancel(request_id, message.attempt)
 
     def tick(self) -> None:
-        """Drops requests past their deadline, renews leases, retries what a link had no room for."""
+        """Looks at deadlines, leases, hold times and frames that no link had room for."""
         for request_id in self._scheduler.expired(self._clock.now()):
             request = self._desk.request(request_id)
             error = DeadlineExceeded("the deadline passed on the prefill worker")
@@ -122,6 +122,9 @@ class PrefillEngine:
         plan = self._scheduler.plan_step()
         if plan is None:
             return False
+        for part in plan.slices:
+            # One step may take more requests than the window announced.
+            self._desk.enter_window(part.request.request_id)
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
         result = self._runner.run(plan)

@@ -76,7 +76,7 @@ class HandoffDesk:
     frames are copies that belong to the link once pushed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         *,
         me: Identity,

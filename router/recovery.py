@@ -1,0 +1,299 @@
+"""What takes time in a request's life: finding workers, submitting, placing again, fencing.
+
+A request waits here for a place, at most `no_worker_wait_s` in one go, over all refusals. Every
+try is a new attempt; the attempt before it is cancelled on all workers that may hold it.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    NoWorker,
+    Overloaded,
+    PdserveError,
+    StaleAttempt,
+    TransferError,
+    WorkerLost,
+)
+from pdserve.request import RequestId
+from pdserve.rpc.codec import request_to_wire
+from pdserve.rpc.v1 import worker_pb2
+from pdserve.timeline import Clock
+from router.active import ActiveRequest
+from router.admission import Admission
+from router.metrics import RouterMetrics
+from router.placer import PlaceQuery, Placer
+from router.policy import Choice, WorkerKey
+from router.request_state import Cause, Phase, Placement, RequestState
+from router.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+_AVOID_S = 0.5
+"""A worker that refused without a hint is not asked again for this long."""
+_MIN_AVOID_S = 0.02
+_MAX_REMEMBERED_CANCELS = 4096
+_RETRYABLE = (
+    Overloaded,
+    NoWorker,
+    StaleAttempt,
+    WorkerLost,
+    DeadlineExceeded,
+    TransferError,
+    Cancelled,
+)
+"""Of a submit: full, draining, restarted, dead, silent, or shut down in the middle of the call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds on one request."""
+
+    max_attempts: int
+    max_client_buffer_bytes: int
+    call_timeout_s: float
+    no_worker_wait_s: float
+    linger_s: float = 0.25
+    """A completion waits this long for the prefill worker's times."""
+
+
+class Recovery:
+    """Starts attempts and fences old ones. Holds no request; works for the dispatcher."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        placer: Placer,
+        admission: Admission,
+        clock: Clock,
+        limits: Limits,
+        metrics: RouterMetrics,
+    ) -> None:
+        """Takes what it works on."""
+        self._pool = pool
+        self._placer = placer
+        self._admission = admission
+        self._clock = clock
+        self._limits = limits
+        self._metrics = metrics
+        self._background: set[asyncio.Task[None]] = set()
+        self._cancelled: OrderedDict[tuple[WorkerKey, RequestId, int], None] = OrderedDict()
+
+    async def begin_attempt(self, active: ActiveRequest) -> None:
+        """Finds workers and sends the next attempt off.
+
+        Raises:
+            WorkerLost: no attempt is left.
+            NoWorker, Overloaded: no worker took it in time.
+            TooLong: no worker can ever hold it.
+        """
+        state = active.state
+        if not state.has_attempts_left:
+            raise WorkerLost(f"{state.num_failed_attempts} attempts failed, none is left")
+        if not active.is_waiting:
+            active.is_waiting = True
+            self._admission.wait_again()
+        choice = await self._find_pair(active)
+        now_s = self._clock.now()
+        deadline_at_s = active.deadline_at_s
+        remaining_s = None if deadline_at_s is None else max(deadline_at_s - now_s, 0.0)
+        placement = Placement(prefill=choice.prefill, decode=choice.decode)
+        request = state.begin_attempt(placement, remaining_s)
+        active.moved.clear()
+        active.is_waiting = False
+        self._admission.start()
+        active.times.note_dispatch(now_s)
+        active.prefill_worker = choice.prefill.worker_id if choice.prefill else ""
+        active.decode_worker = choice.decode.worker_id
+        self._metrics.note_pick(choice)
+        if state.attempt > 1:
+            self._metrics.note_attempt(state.last_cause)
+            logger.info(
+                "next attempt",
+                extra={
+                    "request_id": state.request_id,
+                    "attempt": state.attempt,
+                    "cause": state.last_cause,
+                    "num_emitted": state.next_index,
+                },
+            )
+        wire = worker_pb2.SubmitRequest(request=request_to_wire(request))
+        if choice.prefill is not None:
+            wire.decode.CopyFrom(self._target(choice.decode, state.decode_attempt))
+        receiver = choice.prefill or choice.decode
+        wire.incarnation = receiver.incarnation
+        self._spawn(self._submit(active, receiver, wire))
+
+    async def place_decode(self, active: ActiveRequest) -> None:
+        """Gives held KV another decode worker, or gives the attempt up.
+
+        The prefill worker ends the wait itself when its hold time is over.
+        """
+        state = active.state
+        wanted, placement = state.needs_placement, state.placement
+        assert wanted is not None
+        assert placement is not None
+        assert placement.prefill is not None
+        hint_s = wanted.retry_after_s if wanted.HasField("retry_after_s") else None
+        self._avoid(active, placement.decode, hint_s)
+        give_up_at_s = self._clock.now() + wanted.hold_s
+        while state.phase is Phase.UNPLACED and state.needs_placement is wanted:
+            now_s = self._clock.now()
+            try:
+                query = self._query(active, now_s)
+                decode = await self._placer.place_decode(query, placement.prefill)
+            except NoWorker:
+                if now_s >= give_up_at_s:
+                    self._give_up(active, Cause.RETURNED)
+                    return
+                # Short, because the prefill worker may take its KV back meanwhile.
+                await self._wait_for_worker(active, min(give_up_at_s - now_s, _AVOID_S / 2))
+                continue
+            except WorkerLost:
+                self._give_up(active, Cause.WORKER_LOST)
+                return
+            self._send_placement(active, placement.prefill, decode)
+            return
+
+    def send_fences(self, state: RequestState) -> None:
+        """Cancels what a state machine has given up."""
+        for fence in state.take_fences():
+            self.send_cancel(fence.worker, state.request_id, fence.attempt)
+
+    def send_cancel(self, worker: WorkerKey, request_id: RequestId, attempt: int) -> None:
+        """Cancels an attempt on one worker, once, best effort: a dead worker holds nothing."""
+        key = (worker, request_id, attempt)
+        if key in self._cancelled:
+            return
+        self._cancelled[key] = None
+        if len(self._cancelled) > _MAX_REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
+        self._metrics.fenced_attempts.inc()
+        self._spawn(self._cancel(worker, request_id, attempt))
+
+    async def settle(self, timeout_s: float) -> None:
+        """Waits until calls in flight are answered, or the time is over."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_s)
+
+    async def _find_pair(self, active: ActiveRequest) -> Choice:
+        if active.waiting_since_s is None:
+            active.waiting_since_s = self._clock.now()
+            active.last_refusal = None
+        give_up_at_s = active.waiting_since_s + self._limits.no_worker_wait_s
+        while True:
+            now_s = self._clock.now()
+            try:
+                return await self._placer.place(self._query(active, now_s))
+            except NoWorker as error:
+                if now_s >= give_up_at_s:
+                    raise active.last_refusal or error from error
+            await self._wait_for_worker(active, give_up_at_s - now_s)
+
+    async def _wait_for_worker(self, active: ActiveRequest, timeout_s: float) -> None:
+        retry_s = active.next_retry_s(self._clock.now())
+        await self._pool.wait_for_change(timeout_s if retry_s is None else min(timeout_s, retry_s))
+
+    def _query(self, active: ActiveRequest, now_s: float) -> PlaceQuery:
+        state = active.state
+        num_tokens = state.request.num_prompt_tokens + state.next_index
+        return PlaceQuery(
+            request_id=state.request_id,
+            num_tokens=num_tokens,
+            num_growth_tokens=state.request.sampling.max_tokens - state.next_index,
+            granules=active.granules,
+            excluded=active.excluded(now_s),
+        )
+
+    async def _submit(
+        self, active: ActiveRequest, receiver: WorkerKey, wire: worker_pb2.SubmitRequest
+    ) -> None:
+        state, attempt = active.state, wire.request.attempt
+        try:
+            await self._pool.link(receiver).submit(wire, self._limits.call_timeout_s)
+        except PdserveError as error:
+            if state.attempt == attempt and state.speaks_for(receiver):
+                self._take_refusal(active, receiver, error)
+            return
+        active.waiting_since_s = None
+
+    def _take_refusal(
+        self, active: ActiveRequest, receiver: WorkerKey, error: PdserveError
+    ) -> None:
+        if not isinstance(error, _RETRYABLE):
+            active.fatal_refusal = error
+            active.moved.set()
+            return
+        active.last_refusal = error if isinstance(error, Overloaded | NoWorker) else None
+        hint_s = error.retry_after_s if isinstance(error, Overloaded | NoWorker) else None
+        self._avoid(active, receiver, hint_s)
+        self._metrics.note_refusal(error)
+        self._give_up(active, Cause.REFUSED)
+
+    def _send_placement(self, active: ActiveRequest, prefill: WorkerKey, decode: WorkerKey) -> None:
+        state = active.state
+        decode_attempt = state.begin_placement(decode)
+        self._pool.book.keep_only(state.request_id, state.holders())
+        active.moved.clear()
+        active.decode_worker = decode.worker_id
+        self._metrics.replacements.inc()
+        wire = worker_pb2.PlaceDecodeRequest(
+            request_id=state.request_id,
+            attempt=state.attempt,
+            decode=self._target(decode, decode_attempt),
+        )
+        self._spawn(self._place(active, prefill, wire))
+
+    async def _place(
+        self, active: ActiveRequest, prefill: WorkerKey, wire: worker_pb2.PlaceDecodeRequest
+    ) -> None:
+        state = active.state
+        try:
+            await self._pool.link(prefill).place_decode(wire, self._limits.call_timeout_s)
+        except PdserveError as error:
+            is_current = state.attempt == wire.attempt and state.speaks_for(prefill)
+            if is_current and state.decode_attempt == wire.decode.decode_attempt:
+                self._metrics.note_refusal(error)
+                self._give_up(active, Cause.RETURNED)
+
+    async def _cancel(self, worker: WorkerKey, request_id: RequestId, attempt: int) -> None:
+        try:
+            link = self._pool.link(worker)
+            await link.cancel(request_id, attempt, self._limits.call_timeout_s)
+        except PdserveError as error:
+            logger.debug(
+                "cancel not delivered",
+                extra={
+                    "request_id": request_id,
+                    "worker_id": worker.worker_id,
+                    "reason": error.reason,
+                },
+            )
+
+    def _give_up(self, active: ActiveRequest, cause: Cause) -> None:
+        active.state.give_up_attempt(cause)
+        self.send_fences(active.state)
+        self._pool.book.keep_only(active.state.request_id, ())
+        active.moved.set()
+
+    def _avoid(self, active: ActiveRequest, worker: WorkerKey, hint_s: float | None) -> None:
+        wait_s = _AVOID_S if hint_s is None else max(hint_s, _MIN_AVOID_S)
+        active.avoided_until_s[worker] = self._clock.now() + wait_s
+
+    def _target(self, decode: WorkerKey, decode_attempt: int) -> worker_pb2.DecodeTarget:
+        return worker_pb2.DecodeTarget(
+            worker_id=decode.worker_id,
+            incarnation=decode.incarnation,
+            address=self._pool.link(decode).record.address,
+            decode_attempt=decode_attempt,
+        )
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,365 @@
+"""The life of one request at the router: a pure state machine over worker updates.
+
+    waiting -> prefilling -> decoding -> ended
+       ^          |   ^         |
+       |          v   |         |      unplaced: the prefill worker keeps the KV and wants
+       |       unplaced         |      another decode worker
+       |__________|_____________|      next attempt: prompt + emitted tokens, old attempt fenced
+
+1. `begin_attempt` numbers an attempt and names its workers; only they may speak for it.
+2. `apply` takes an update: stale and duplicate tokens fall out, early ones wait for their turn.
+3. The end is found here, token by token, with the same rule as on the workers: a worker that dies
+   right after its last token has nothing left to say.
+4. `lose_worker` and `returned` updates send the request back to `waiting`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.errors import PdserveError
+from pdserve.request import FinishReason, HandoffId, Request, RequestId, finish_reason_after
+from pdserve.rpc.codec import finish_reason_from_wire
+from pdserve.rpc.status import error_from_parts
+from pdserve.rpc.v1 import types_pb2, worker_pb2
+from router.policy import WorkerKey
+
+MAX_EARLY_TOKENS = 4096
+"""Tokens kept for an index that has not come yet; a gap this wide is a lost message."""
+
+
+class Phase(StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    UNPLACED = "unplaced"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+class Cause(StrEnum):
+    """Why an attempt was given up."""
+
+    WORKER_LOST = "worker_lost"
+    REFUSED = "refused"
+    PREEMPTED = "preempted"
+    DRAINING = "draining"
+    RETURNED = "returned"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One output token in its place."""
+
+    index: int
+    token_id: int
+    logprob: types_pb2.TokenLogprob | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """A natural end."""
+
+    reason: FinishReason
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The workers of one attempt."""
+
+    prefill: WorkerKey | None
+    decode: WorkerKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fence:
+    """A cancel that a worker must get: this attempt and all older ones are over."""
+
+    worker: WorkerKey
+    attempt: int
+
+
+_CAUSES = {
+    worker_pb2.Returned.REASON_PREEMPTED: Cause.PREEMPTED,
+    worker_pb2.Returned.REASON_DRAINING: Cause.DRAINING,
+}
+
+
+class RequestState:
+    """Everything the router must know to finish a request, whoever dies."""
+
+    def __init__(self, request: Request, handoff_id: HandoffId, max_attempts: int) -> None:
+        """Takes the request of the first attempt; its token ids are the prompt."""
+        assert request.num_emitted == 0
+        self.request = request
+        self.handoff_id = handoff_id
+        self._max_attempts = max_attempts
+        self.phase = Phase.WAITING
+        self.attempt = 0
+        self.decode_attempt = 0
+        self.placement: Placement | None = None
+        self.token_ids: list[int] = []
+        self.finish: Finish | None = None
+        self.failure: PdserveError | None = None
+        self.needs_placement: worker_pb2.NeedsPlacement | None = None
+        self.num_preemptions = 0
+        self.last_cause: Cause | None = None
+        self.num_failed_attempts = 0
+        self._emitted_at_start = 0
+        self._early: dict[int, Token] = {}
+        self._worker_finish: tuple[int, Finish] | None = None
+        self._is_prefill_done = False
+        self._is_decode_lost = False
+        self._was_taken = False
+        self._ended_by: WorkerKey | None = None
+        self._fences: list[Fence] = []
+
+    @property
+    def request_id(self) -> RequestId:
+        """The client's or the router's id."""
+        return self.request.request_id
+
+    @property
+    def next_index(self) -> int:
+        """The first output index that has not come in order."""
+        return len(self.token_ids)
+
+    @property
+    def is_ended(self) -> bool:
+        """No worker can change anything any more."""
+        return self.phase is Phase.ENDED
+
+    @property
+    def awaits_prefill(self) -> bool:
+        """Ended by decode before the prefill worker's last word came."""
+        if self.finish is None or self.placement is None or self._ended_by is None:
+            return False
+        return not self._is_prefill_done and self._ended_by == self.placement.decode
+
+    @property
+    def has_attempts_left(self) -> bool:
+        """Another attempt may begin."""
+        return self.num_failed_attempts < self._max_attempts
+
+    def holders(self) -> tuple[WorkerKey, ...]:
+        """Workers that may hold something of the current attempt."""
+        if self.placement is None or self.phase in (Phase.WAITING, Phase.ENDED):
+            return ()
+        prefill = None if self._is_prefill_done else self.placement.prefill
+        decode = None if self._is_decode_lost else self.placement.decode
+        return tuple(key for key in (prefill, decode) if key is not None)
+
+    def speaks_for(self, worker: WorkerKey) -> bool:
+        """Says whether a worker's stream still carries updates of the current attempt."""
+        return worker in self.holders()
+
+    def begin_attempt(self, placement: Placement, deadline_s: float | None) -> Request:
+        """Starts the next attempt and returns what to submit."""
+        assert self.phase is Phase.WAITING
+        self.attempt += 1
+        self.decode_attempt = 0 if placement.prefill is None else 1
+        self.placement = placement
+        self.phase = Phase.DECODING if placement.prefill is None else Phase.PREFILLING
+        self.needs_placement = None
+        self._emitted_at_start = self.next_index
+        self._early.clear()
+        self._worker_finish = None
+        self._is_prefill_done = placement.prefill is None
+        self._is_decode_lost = False
+        base = self.request
+        return Request(
+            request_id=base.request_id,
+            token_ids=(*base.token_ids, *self.token_ids),
+            num_prompt_tokens=base.num_prompt_tokens,
+            sampling=base.sampling,
+            eos_token_ids=base.eos_token_ids,
+            tenant_salt=base.tenant_salt,
+            front_id=base.front_id,
+            handoff_id=self.handoff_id,
+            attempt=self.attempt,
+            deadline_s=deadline_s,
+            is_priority=self._was_taken,
+        )
+
+    def begin_placement(self, decode: WorkerKey) -> int:
+        """Names another decode worker for held KV and returns its decode attempt."""
+        assert self.phase is Phase.UNPLACED
+        assert self.placement is not None
+        self.decode_attempt += 1
+        self.placement = Placement(prefill=self.placement.prefill, decode=decode)
+        self.phase = Phase.PREFILLING
+        self.needs_placement = None
+        self._is_decode_lost = False
+        return self.decode_attempt
+
+    def is_current(self, worker: WorkerKey, update: worker_pb2.SequenceUpdate) -> bool:
+        """Says whether an update belongs to the live attempt; others are fenced."""
+        if self.placement is None or update.attempt != self.attempt:
+            return False
+        if self.phase in (Phase.WAITING, Phase.ENDED):
+            return False
+        if worker == self.placement.prefill:
+            return not self._is_prefill_done
+        if worker != self.placement.decode or self._is_decode_lost:
+            return False
+        is_local = self.placement.prefill is None
+        return is_local or update.decode_attempt == self.decode_attempt
+
+    def apply(self, worker: WorkerKey, update: worker_pb2.SequenceUpdate) -> Sequence[Token]:
+        """Takes an update in and returns the tokens that are now in order.
+
+        Afterwards `phase` tells what to do; WAITING means that the next attempt is due.
+        """
+        if not self.is_current(worker, update):
+            return ()
+        assert self.placement is not None
+        is_from_decode = worker == self.placement.decode
+        if is_from_decode and update.token_ids and self.phase is not Phase.DECODING:
+            # Its tokens prove that the hand-off was acknowledged, whatever prefill knows of it.
+            self.phase = Phase.DECODING
+        tokens = self._take_tokens(update)
+        if self.phase is not Phase.ENDED:
+            self._take_outcome(is_from_decode, update)
+        if self.phase is Phase.ENDED:
+            self._ended_by = worker
+        return tokens
+
+    def _take_tokens(self, update: worker_pb2.SequenceUpdate) -> list[Token]:
+        in_order = []
+        logprobs = update.logprobs
+        for offset, token_id in enumerate(update.token_ids):
+            index = update.first_index + offset
+            if index < self.next_index or len(self._early) >= MAX_EARLY_TOKENS:
+                continue
+            logprob = logprobs[offset] if offset < len(logprobs) else None
+            token = Token(index=index, token_id=token_id, logprob=logprob)
+            if index > self.next_index:
+                self._early.setdefault(index, token)
+                continue
+            in_order.append(token)
+            self._append(token_id)
+            while self.finish is None and self.next_index in self._early:
+                early = self._early.pop(self.next_index)
+                in_order.append(early)
+                self._append(early.token_id)
+            if self.finish is not None:
+                break
+        return in_order
+
+    def _append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        reason = finish_reason_after(self.request, len(self.token_ids), token_id)
+        if reason is not None:
+            stop_id = token_id if reason is FinishReason.STOP else None
+            self._end_naturally(Finish(reason=reason, stop_token_id=stop_id))
+        elif self._worker_finish is not None and self._worker_finish[0] == self.next_index:
+            self._end_naturally(self._worker_finish[1])
+
+    def _end_naturally(self, finish: Finish) -> None:
+        self.finish = finish
+        self.phase = Phase.ENDED
+
+    def _take_outcome(self, is_from_decode: bool, update: worker_pb2.SequenceUpdate) -> None:
+        outcome = update.WhichOneof("outcome")
+        if outcome == "finished":
+            wire = update.finished
+            stop_id = wire.stop_token_id if wire.HasField("stop_token_id") else None
+            finish = Finish(reason=finish_reason_from_wire(wire.reason), stop_token_id=stop_id)
+            end = update.first_index + len(update.token_ids)
+            if end <= self.next_index:
+                self._end_naturally(finish)
+            else:
+                self._worker_finish = (end, finish)
+        elif outcome == "failed":
+            failed = update.failed
+            self.fail(
+                error_from_parts(code=failed.code, reason=failed.reason, message=failed.message)
+            )
+        elif outcome == "returned":
+            reason = update.returned.reason
+            self.num_preemptions += reason == worker_pb2.Returned.REASON_PREEMPTED
+            self.give_up_attempt(_CAUSES.get(reason, Cause.RETURNED))
+        elif outcome == "needs_placement" and not is_from_decode:
+            self._take_needs_placement(update.needs_placement)
+        elif outcome == "handed_off" and not is_from_decode:
+            self._take_handed_off(update.handed_off)
+
+    def _take_needs_placement(self, wanted: worker_pb2.NeedsPlacement) -> None:
+        if wanted.decode_attempt != self.decode_attempt or self.phase is Phase.UNPLACED:
+            return
+        if self.phase is Phase.DECODING:
+            # Acknowledged, but the answer was lost: two copies of the sequence could run on.
+            self.give_up_attempt(Cause.RETURNED)
+            return
+        self.phase = Phase.UNPLACED
+        self.needs_placement = wanted
+
+    def _take_handed_off(self, handed_off: worker_pb2.HandedOff) -> None:
+        if handed_off.decode_attempt != self.decode_attempt:
+            return
+        self._is_prefill_done = True
+        if self._is_decode_lost:
+            self.give_up_attempt(Cause.WORKER_LOST)
+        else:
+            self.phase = Phase.DECODING
+
+    def lose_worker(self, worker: WorkerKey) -> bool:
+        """Notes a worker's death; returns True if the attempt died with it."""
+        if not self.speaks_for(worker):
+            return False
+        assert self.placement is not None
+        if worker == self.placement.decode and self.phase is not Phase.DECODING:
+            # Prefill still has the KV and will ask for another place (or has asked already).
+            self._is_decode_lost = True
+            return False
+        if worker == self.placement.prefill and self.phase is Phase.DECODING and not self._early:
+            self._is_prefill_done = True
+            if self.next_index > self._emitted_at_start:
+                return False
+        self.give_up_attempt(Cause.WORKER_LOST)
+        return True
+
+    def give_up_attempt(self, cause: Cause) -> None:
+        """Fences the current attempt; the next one continues behind the emitted tokens.
+
+        An attempt counts as failed when a worker died in it, or when it was returned without one
+        token of progress. Refusals before any work and drains do not count: waiting is bounded by
+        time, and a rollout may drain any number of workers.
+        """
+        assert self.phase is not Phase.ENDED
+        has_progress = self.next_index > self._emitted_at_start
+        is_harmless = cause in (Cause.REFUSED, Cause.DRAINING) or has_progress
+        if cause is Cause.WORKER_LOST or not is_harmless:
+            self.num_failed_attempts += 1
+        self._fence_holders()
+        self._was_taken = self._was_taken or cause is not Cause.REFUSED
+        self.last_cause = cause
+        self.phase = Phase.WAITING
+        self.needs_placement = None
+        self._early.clear()
+
+    def stop_early(self, finish: Finish) -> None:
+        """Ends a request whose text hit a stop string."""
+        assert self.failure is None
+        self._fence_holders()
+        self.finish = finish
+        self.phase = Phase.ENDED
+
+    def fail(self, error: PdserveError) -> bool:
+        """Ends the request with an error; False when it had ended already."""
+        if self.phase is Phase.ENDED:
+            return False
+        self._fence_holders()
+        self.failure = error
+        self.phase = Phase.ENDED
+        return True
+
+    def take_fences(self) -> list[Fence]:
+        """Returns, once, the cancels that are due; a natural end needs none."""
+        fences, self._fences = self._fences, []
+        return fences
+
+    def _fence_holders(self) -> None:
+        self._fences.extend(Fence(worker=key, attempt=self.attempt) for key in self.holders())

@@ -1,0 +1,228 @@
+"""The workers this front knows: found in the registry, kept while their streams speak.
+
+The registry is a hint. A worker that vanished from it stays as long as its stream is alive; one
+that is still listed but silent is gone, and is tried again after a pause.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+from pdserve.errors import WorkerLost
+from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
+from pdserve.request import FrontId, Role
+from pdserve.rpc.v1 import worker_pb2
+from pdserve.timeline import Clock
+from router.load_book import LoadBook
+from router.policy import WorkerKey, WorkerView
+from router.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+_RETRY_LOST_S = 1.0
+
+
+class PoolListener(Protocol):
+    """Who takes what workers say. Calls come on the event loop and must not block."""
+
+    def on_batch(self, worker: WorkerKey, batch: worker_pb2.StreamBatch) -> None:
+        """Takes a message of a worker's stream."""
+        ...
+
+    def on_worker_lost(self, worker: WorkerKey, why: str) -> None:
+        """Takes note that a worker is dead to this router."""
+        ...
+
+    def resumes_for(self, worker: WorkerKey) -> list[worker_pb2.Resume]:
+        """Returns what a new stream to this worker must resume."""
+        ...
+
+
+class WorkerPool:
+    """Owns all links of one front."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        front_id: FrontId,
+        book: LoadBook,
+        clock: Clock,
+        *,
+        silence_s: float,
+        max_message_bytes: int,
+    ) -> None:
+        """Knows nobody until `poll` was called."""
+        self.book = book
+        self.has_prefill_pool = False
+        """True from the first prefill worker on: without one, requests then wait."""
+        self._registry = registry
+        self._front_id = front_id
+        self._clock = clock
+        self._silence_s = silence_s
+        self._max_message_bytes = max_message_bytes
+        self._links: dict[WorkerKey, WorkerLink] = {}
+        self._retry_at_s: dict[WorkerKey, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._listener: PoolListener | None = None
+        self._is_registry_lost = False
+
+    def listen(self, listener: PoolListener) -> None:
+        """Names the one who is told; called once, before the first poll."""
+        self._listener = listener
+
+    async def run(self, poll_s: float) -> None:
+        """Polls until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(poll_s)
+
+    async def poll(self) -> None:
+        """Reads the registry once and drops silent workers."""
+        self._drop_silent()
+        try:
+            records = await self._registry.list_workers()
+        except RegistryUnavailable:
+            if not self._is_registry_lost:
+                logger.warning("registry unavailable, keeping the known workers")
+            self._is_registry_lost = True
+            return
+        if self._is_registry_lost:
+            logger.info("registry is back")
+        self._is_registry_lost = False
+        self._take_records(records)
+
+    async def close(self) -> None:
+        """Closes all links."""
+        for link in list(self._links.values()):
+            await link.close()
+        self._links.clear()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def views(self) -> list[WorkerView]:
+        """Returns what the policy may choose from, as of now."""
+        return [
+            WorkerView(
+                key=link.key,
+                role=link.record.role,
+                is_available=link.is_available and link.silence_s() <= self._silence_s,
+                compatibility_digest=link.record.compatibility_digest,
+                load_blocks=self.book.blocks_of(link.key),
+                total_blocks=link.record.total_blocks,
+                last_picked=self.book.last_pick_of(link.key),
+            )
+            for link in self._links.values()
+        ]
+
+    def links(self) -> Iterable[WorkerLink]:
+        """Returns all links, sorted by worker id."""
+        return [self._links[key] for key in sorted(self._links)]
+
+    def link(self, worker: WorkerKey) -> WorkerLink:
+        """Returns a worker's link.
+
+        Raises:
+            WorkerLost: it is gone.
+        """
+        link = self._links.get(worker)
+        if link is None:
+            raise WorkerLost(f"worker {worker.worker_id} is gone")
+        return link
+
+    def num_available(self, role: Role) -> int:
+        """Returns how many workers of a pool take new work."""
+        return sum(link.is_available and link.record.role is role for link in self._links.values())
+
+    @property
+    def can_serve(self) -> bool:
+        """A request could be placed now."""
+        has_prefill = not self.has_prefill_pool or self.num_available(Role.PREFILL) > 0
+        return has_prefill and self.num_available(Role.DECODE) > 0
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Returns when a worker came, went or changed, or after the time-out."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def on_batch(self, worker: WorkerKey, batch: worker_pb2.StreamBatch) -> None:
+        """Hands a message on."""
+        assert self._listener is not None
+        self._listener.on_batch(worker, batch)
+
+    def on_link_changed(self, worker: WorkerKey) -> None:
+        """Wakes all who wait for a worker."""
+        link = self._links[worker]
+        extra = {"worker_id": worker.worker_id, "is_draining": link.is_draining}
+        logger.info("worker available" if link.is_available else "worker changed", extra=extra)
+        self._wake()
+
+    def on_link_lost(self, worker: WorkerKey, why: str) -> None:
+        """Drops a link and tells of the death."""
+        assert self._listener is not None
+        link = self._links.pop(worker, None)
+        if link is None:
+            return
+        self._retry_at_s[worker] = self._clock.now() + _RETRY_LOST_S
+        self.book.forget(worker)
+        closing = asyncio.create_task(link.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._listener.on_worker_lost(worker, why)
+        self._wake()
+
+    def resumes_for(self, worker: WorkerKey) -> list[worker_pb2.Resume]:
+        """Asks the listener."""
+        assert self._listener is not None
+        return self._listener.resumes_for(worker)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _drop_silent(self) -> None:
+        for link in list(self._links.values()):
+            silence_s = link.silence_s()
+            if silence_s > self._silence_s:
+                link.lose(f"silent for {silence_s:.1f} s")
+
+    def _take_records(self, records: tuple[WorkerRecord, ...]) -> None:
+        listed = set()
+        now_s = self._clock.now()
+        for record in records:
+            key = WorkerKey(worker_id=record.worker_id, incarnation=record.incarnation)
+            listed.add(key)
+            self.has_prefill_pool = self.has_prefill_pool or record.role is Role.PREFILL
+            link = self._links.get(key)
+            if link is not None:
+                self._refresh(link, record)
+                continue
+            for other in [old for old in self._links if old.worker_id == key.worker_id]:
+                self._links[other].lose("replaced by a new incarnation")
+            if now_s >= self._retry_at_s.get(key, now_s):
+                self._open_link(record)
+        self._retry_at_s = {key: at for key, at in self._retry_at_s.items() if key in listed}
+        for key, link in list(self._links.items()):
+            if key not in listed and not link.is_alive:
+                link.lose("no longer registered")
+
+    def _refresh(self, link: WorkerLink, record: WorkerRecord) -> None:
+        was_available = link.is_available
+        link.record = record
+        if link.is_available != was_available:
+            self.on_link_changed(link.key)
+
+    def _open_link(self, record: WorkerRecord) -> None:
+        link = WorkerLink(
+            record,
+            self._front_id,
+            self,
+            self._clock,
+            max_message_bytes=self._max_message_bytes,
+        )
+        self._links[link.key] = link
+        link.start()

@@ -1,0 +1,60 @@
+import asyncio
+
+from pdserve.face.streams import FrontStreams
+from pdserve.face.token_log import TokenLog
+from pdserve.request import FrontId, Incarnation, RequestId
+from pdserve.rpc.v1 import types_pb2, worker_pb2
+from pdserve.timeline import ManualClock
+
+FRONT = FrontId("front")
+
+
+def make_streams(clock: ManualClock) -> FrontStreams:
+    log = TokenLog(clock)
+    load = types_pb2.WorkerLoad(total_blocks=8)
+    return FrontStreams(log, Incarnation(77), clock, lambda: (load, False))
+
+
+def make_update(index: int, token: int) -> worker_pb2.SequenceUpdate:
+    return worker_pb2.SequenceUpdate(
+        request_id="r", attempt=1, first_index=index, token_ids=[token]
+    )
+
+
+async def test_a_stream_begins_with_load_figures_and_then_carries_updates() -> None:
+    streams = make_streams(ManualClock())
+    batches = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
+    first = await anext(batches)
+    assert (first.incarnation, first.load.total_blocks) == (77, 8)
+    streams.publish(FRONT, make_update(0, 5))
+    second = await anext(batches)
+    assert list(second.updates[0].token_ids) == [5]
+    await batches.aclose()
+
+
+async def test_a_second_stream_of_a_front_ends_the_first() -> None:
+    streams = make_streams(ManualClock())
+    old = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
+    await anext(old)
+    waiting = asyncio.ensure_future(anext(old, None))
+    await asyncio.sleep(0)
+    new = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
+    await anext(new)
+    assert await waiting is None
+    streams.publish(FRONT, make_update(0, 5))
+    assert list((await anext(new)).updates[0].token_ids) == [5]
+    await new.aclose()
+
+
+async def test_requests_of_a_front_that_stays_away_become_orphans_once() -> None:
+    clock = ManualClock()
+    streams = make_streams(clock)
+    batches = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
+    await anext(batches)
+    streams.publish(FRONT, make_update(0, 5))
+    await batches.aclose()
+    clock.advance(5.0)
+    assert streams.take_orphans(10.0) == []
+    clock.advance(6.0)
+    assert streams.take_orphans(10.0) == [(RequestId("r"), 1)]
+    assert streams.take_orphans(10.0) == []

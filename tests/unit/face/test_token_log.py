@@ -1,0 +1,87 @@
+from pdserve.face.token_log import TokenLog
+from pdserve.request import FrontId, RequestId
+from pdserve.rpc.v1 import types_pb2, worker_pb2
+from pdserve.timeline import ManualClock
+
+FRONT = FrontId("front")
+
+
+def make_update(index: int, *tokens: int, attempt: int = 1, **outcome: object):
+    return worker_pb2.SequenceUpdate(
+        request_id="r", attempt=attempt, first_index=index, token_ids=tokens, **outcome
+    )
+
+
+def finished() -> worker_pb2.Finished:
+    return worker_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP)
+
+
+def test_updates_coalesce_while_nobody_takes_them() -> None:
+    log = TokenLog(ManualClock())
+    log.append(FRONT, make_update(0, 5))
+    log.append(FRONT, make_update(1, 6))
+    (update,) = log.take(FRONT)
+    assert (update.first_index, list(update.token_ids)) == (0, [5, 6])
+    assert not log.has_news(FRONT)
+    assert log.take(FRONT) == []
+
+
+def test_only_what_is_new_is_taken() -> None:
+    log = TokenLog(ManualClock())
+    log.append(FRONT, make_update(3, 5))
+    log.take(FRONT)
+    log.append(FRONT, make_update(4, 6, finished=finished()))
+    (update,) = log.take(FRONT)
+    assert (update.first_index, list(update.token_ids)) == (4, [6])
+    assert update.WhichOneof("outcome") == "finished"
+
+
+def test_a_resumed_stream_gets_everything_from_its_next_index_and_the_outcome_again() -> None:
+    log = TokenLog(ManualClock())
+    log.append(FRONT, make_update(0, 1, 2, 3, finished=finished()))
+    log.take(FRONT)
+    log.resume(FRONT, [worker_pb2.Resume(request_id="r", attempt=1, next_index=1)])
+    (update,) = log.take(FRONT)
+    assert (update.first_index, list(update.token_ids)) == (1, [2, 3])
+    assert update.WhichOneof("outcome") == "finished"
+
+
+def test_a_resume_of_something_unknown_is_returned_to_the_router() -> None:
+    log = TokenLog(ManualClock())
+    log.resume(FRONT, [worker_pb2.Resume(request_id="r", attempt=2, next_index=4)])
+    (update,) = log.take(FRONT)
+    assert update.returned.reason == worker_pb2.Returned.REASON_UNKNOWN_REQUEST
+    assert (update.attempt, update.first_index) == (2, 4)
+
+
+def test_a_late_update_of_a_fenced_attempt_is_dropped() -> None:
+    log = TokenLog(ManualClock())
+    log.append(FRONT, make_update(4, 9, attempt=2))
+    log.append(FRONT, make_update(0, 1, attempt=1))
+    (update,) = log.take(FRONT)
+    assert (update.attempt, list(update.token_ids)) == (2, [9])
+
+
+def test_a_placement_request_does_not_end_a_request_but_its_end_replaces_it() -> None:
+    log = TokenLog(ManualClock())
+    placement = worker_pb2.NeedsPlacement(detail="no room", decode_attempt=1)
+    log.append(FRONT, make_update(0, 1, needs_placement=placement))
+    (first,) = log.take(FRONT)
+    assert first.HasField("needs_placement")
+    assert log.open_requests(FRONT) == [(RequestId("r"), 1)]
+    log.append(FRONT, make_update(0, handed_off=worker_pb2.HandedOff(decode_attempt=2)))
+    (second,) = log.take(FRONT)
+    assert second.WhichOneof("outcome") == "handed_off"
+    assert log.open_requests(FRONT) == []
+
+
+def test_ended_requests_are_forgotten_after_the_retention() -> None:
+    clock = ManualClock()
+    log = TokenLog(clock, retention_s=30.0)
+    log.append(FRONT, make_update(0, 1, finished=finished()))
+    clock.advance(29.0)
+    log.expire()
+    assert len(log) == 1
+    clock.advance(2.0)
+    log.expire()
+    assert len(log) == 0
