@@ -86,6 +86,20 @@ def generate_stream(
     return generation
 
 
+def get_loads(channel: grpc.Channel, *, timeout_s: float = 10.0) -> list[inference_pb2.WorkerInfo]:
+    """Asks for every worker's state.
+
+    Raises:
+        PdserveError: what the server said, or that nobody listens.
+    """
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    try:
+        answer = stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise client_error(error) from error
+    return list(answer.workers)
+
+
 def client_error(error: grpc.RpcError) -> PdserveError:
     """Turns a failed call into our error; a refused connection gets a plain text."""
     found = error_from_rpc(error)
