@@ -58,6 +58,8 @@ class Dispatcher:
         self._table = table
         self._metrics = metrics
         self._active: dict[RequestId, ActiveRequest] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._recovery = Recovery(pool, placer, admission, clock, limits, metrics)
         pool.listen(self)
 
@@ -66,8 +68,15 @@ class Dispatcher:
         """Requests without their terminal event."""
         return len(self._active)
 
-    def start(self, request: Request, handoff_id: HandoffId) -> ActiveRequest:
+    def start(
+        self, request: Request, handoff_id: HandoffId, received_s: float | None = None
+    ) -> ActiveRequest:
         """Admits a checked request and begins to place it.
+
+        Args:
+            request: the first attempt's request; its deadline counts from now.
+            handoff_id: names its hand-offs.
+            received_s: when the client's message came; now, when None.
 
         Raises:
             Overloaded: a limit is reached.
@@ -81,12 +90,13 @@ class Dispatcher:
         active = ActiveRequest(
             state=RequestState(request, handoff_id, self._limits.max_attempts),
             output=Output(self._table, request.sampling),
-            times=RequestTimes(now_s),
+            times=RequestTimes(now_s if received_s is None else received_s),
             buffer=ClientBuffer(self._limits.max_client_buffer_bytes),
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
         )
         self._active[request.request_id] = active
+        self._idle.clear()
         active.driver = asyncio.create_task(
             self._drive(active), name=f"request-{request.request_id}"
         )
@@ -112,6 +122,10 @@ class Dispatcher:
         """Ends what is in flight, at shutdown."""
         for active in list(self._active.values()):
             self.end(active, error)
+
+    async def wait_idle(self) -> None:
+        """Returns when nothing is in flight."""
+        await self._idle.wait()
 
     async def settle(self, timeout_s: float) -> None:
         """Waits until the cancels that were sent are answered, or the time is over."""
@@ -240,6 +254,8 @@ class Dispatcher:
         if self._active.get(state.request_id) is not active:
             return
         del self._active[state.request_id]
+        if not self._active:
+            self._idle.set()
         if error is not None:
             state.fail(error)
         self._recovery.send_fences(state)

@@ -1,0 +1,83 @@
+"""From what a client sends to checked token ids."""
+
+import asyncio
+import secrets
+
+from pdserve.chat_template import ChatTemplate, Message
+from pdserve.errors import InvalidField
+from pdserve.request import FrontId, HandoffId, Request, RequestId
+from pdserve.rpc.v1 import inference_pb2
+from pdserve.tokenizer import Tokenizer
+from router.validation import (
+    ModelLimits,
+    check_model,
+    check_prompt_form,
+    check_prompt_tokens,
+    check_request_id,
+    check_sampling,
+)
+
+
+class RequestMaker:
+    """Turns a client's message into the request that workers see. Checks everything first."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: ModelLimits,
+        eos_token_ids: tuple[int, ...],
+        front_id: FrontId,
+    ) -> None:
+        """Takes the parts of one served model."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._front_id = front_id
+
+    async def make(self, wire: inference_pb2.GenerateRequest, deadline_s: float | None) -> Request:
+        """Checks, renders, tokenizes and completes a request.
+
+        Raises:
+            InvalidField: a field holds what is not allowed; the error names it.
+            TooLong: the prompt, or prompt plus max_tokens, does not fit.
+            ModelNotFound: another model is asked for.
+        """
+        check_request_id(wire.request_id)
+        check_model(wire.model, self._limits)
+        check_prompt_form(wire, self._limits)
+        token_ids = await self._tokenize(wire)
+        field = {"chat": "chat.messages"}.get(wire.WhichOneof("prompt") or "")
+        check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, self._limits)
+        sampling = check_sampling(
+            wire.sampling, len(token_ids), self._limits, lambda: secrets.randbits(64)
+        )
+        return Request(
+            request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(12)}"),
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            sampling=sampling,
+            eos_token_ids=self._eos_token_ids,
+            front_id=self._front_id,
+            deadline_s=deadline_s,
+        )
+
+    async def _tokenize(self, wire: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        form = wire.WhichOneof("prompt")
+        if form == "token_ids":
+            return tuple(wire.token_ids.ids)
+        if form == "text":
+            return await self._tokenizer.encode(wire.text)
+        if self._template is None:
+            raise InvalidField("chat", "a chat", "absent: this model has no chat template")
+        messages = [Message(role=one.role, content=one.content) for one in wire.chat.messages]
+        limit = self._limits.max_prompt_characters + 64 * len(messages)
+        text = await asyncio.to_thread(self._template.render, messages, limit)
+        # The template writes special tokens such as BOS itself.
+        return await self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def mint_handoff_id() -> HandoffId:
+    """Returns an id that names one request's hand-offs over all its attempts."""
+    return HandoffId(secrets.token_hex(16))

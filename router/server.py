@@ -1,0 +1,230 @@
+"""One router front as a process: start, serve, drain, stop.
+
+starting -> listening -> serving (health follows the pools) -> draining -> stopped
+                                      first SIGTERM: refuse, finish streams; second: now
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import secrets
+import signal
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from pdserve.chat_template import ChatTemplate
+from pdserve.config.router import RouterConfig
+from pdserve.errors import ConfigError, NoWorker
+from pdserve.log import configure_logging
+from pdserve.metrics import serve_metrics
+from pdserve.models.folder import effective_max_model_len, read_model_config
+from pdserve.registry.base import Registry
+from pdserve.registry.redis import RedisRegistry
+from pdserve.request import FrontId
+from pdserve.rpc.server import RpcServer, join_address, make_server
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.timeline import Clock, MonotonicClock
+from pdserve.tokenizer import Tokenizer
+from router.admission import Admission
+from router.dispatch import Dispatcher
+from router.load_book import LoadBook
+from router.metrics import RouterMetrics
+from router.placer import InProcessPlacer
+from router.prefix_index import PrefixIndex
+from router.prompt import RequestMaker
+from router.recovery import Limits
+from router.service import InferenceService, ServerIdentity
+from router.validation import MAX_LOGPROBS, ModelLimits
+from router.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+EXIT_CONFIG = 2
+
+_HEALTH_INTERVAL_S = 0.1
+_SETTLE_S = 1.0
+
+
+class RouterFront:
+    """All parts of one front, and their life."""
+
+    def __init__(self, config: RouterConfig, registry: Registry, clock: Clock) -> None:
+        """Reads the model folder; listens nowhere yet.
+
+        Raises:
+            ConfigError: the folder or a limit is wrong.
+        """
+        self._config = config
+        self._clock = clock
+        self.front_id = FrontId(f"front-{secrets.token_hex(8)}")
+        self.metrics_registry = CollectorRegistry()
+        folder = Path(config.model)
+        model = read_model_config(folder)
+        max_model_len = effective_max_model_len(model, config.max_model_len)
+        served_name = config.served_model_name or folder.name
+        tokenizer = Tokenizer.load(folder)
+        template = ChatTemplate.load(folder)
+        metrics = RouterMetrics(self.metrics_registry, served_name)
+        self._metrics = metrics
+        self.pool = WorkerPool(
+            registry,
+            self.front_id,
+            LoadBook(),
+            clock,
+            silence_s=config.worker_silence_s,
+            max_message_bytes=4 * config.max_request_bytes,
+        )
+        placer = InProcessPlacer(self.pool, PrefixIndex(), config.block_size)
+        limits = Limits(
+            max_attempts=config.max_attempts,
+            max_client_buffer_bytes=config.max_client_buffer_bytes,
+            call_timeout_s=config.call_timeout_s,
+            no_worker_wait_s=config.no_worker_wait_s,
+        )
+        admission = Admission(config.max_queued, config.max_in_flight)
+        self.dispatcher = Dispatcher(
+            self.pool, placer, admission, clock, limits, tokenizer.table, metrics
+        )
+        model_limits = ModelLimits(
+            served_name=served_name,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            special_ids=tokenizer.table.special_ids,
+            max_token_characters=tokenizer.max_token_characters,
+        )
+        maker = RequestMaker(tokenizer, template, model_limits, model.eos_token_ids, self.front_id)
+        self.service = InferenceService(
+            maker,
+            self.dispatcher,
+            self.pool,
+            ServerIdentity(
+                front_id=self.front_id,
+                version=importlib.metadata.version("pdserve"),
+                started_at_s=clock.now(),
+                default_timeout_s=config.default_timeout_s,
+                model_info=inference_pb2.GetModelInfoResponse(
+                    model=served_name,
+                    architecture=model.architecture,
+                    revision=model.revision,
+                    vocab_size=model.vocab_size,
+                    max_model_len=max_model_len,
+                    eos_token_ids=model.eos_token_ids,
+                    has_chat_template=template is not None,
+                    block_size=config.block_size,
+                    max_logprobs=MAX_LOGPROBS,
+                ),
+            ),
+            metrics,
+            clock,
+        )
+        self._server: RpcServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_serving = False
+
+    async def start(self) -> int:
+        """Listens and begins to find workers; returns the port.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        server = make_server(SERVICE_NAME, max_message_bytes=self._config.max_request_bytes)
+        port = server.bind(self._config.host, self._config.port)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server.grpc_server)
+        self._server = server
+        await server.start()
+        self._tasks = [
+            asyncio.create_task(self.pool.run(self._config.registry_poll_s), name="pool"),
+            asyncio.create_task(self._watch(), name="health"),
+        ]
+        return port
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new work at once and waits for the streams that run."""
+        assert self._server is not None
+        self.service.is_draining = True
+        self._is_serving = False
+        await self._server.set_serving(False)
+        logger.info("draining", extra={"num_in_flight": self.dispatcher.num_in_flight})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.dispatcher.wait_idle()
+
+    async def stop(self) -> None:
+        """Ends what is left, with a status, and closes everything."""
+        self.service.is_draining = True
+        self.dispatcher.end_all(NoWorker("this router stopped"))
+        await self.dispatcher.settle(_SETTLE_S)
+        if self._server is not None:
+            await self._server.stop(_SETTLE_S)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.pool.close()
+
+    async def _watch(self) -> None:
+        """Keeps health and gauges true: SERVING means that a request could be placed now."""
+        assert self._server is not None
+        while True:
+            can_serve = self.pool.can_serve and not self.service.is_draining
+            if can_serve != self._is_serving:
+                self._is_serving = can_serve
+                await self._server.set_serving(can_serve)
+                logger.info("health changed", extra={"is_serving": can_serve})
+            num_waiting = self.dispatcher.admission.num_waiting
+            self._metrics.note_load(
+                num_running=self.dispatcher.num_in_flight - num_waiting, num_waiting=num_waiting
+            )
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Runs a front until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: something the user can mend.
+    """
+    stop_signal, stop_now = asyncio.Event(), asyncio.Event()
+
+    def take_signal() -> None:
+        (stop_now if stop_signal.is_set() else stop_signal).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, take_signal)
+    async with AsyncExitStack() as stack:
+        registry = await stack.enter_async_context(RedisRegistry(config.redis_url, config.cluster))
+        front = RouterFront(config, registry, MonotonicClock())
+        metrics = serve_metrics(front.metrics_registry, config.host, config.metrics_port)
+        stack.callback(metrics.close)
+        port = await front.start()
+        stack.push_async_callback(front.stop)
+        address = join_address(config.host, port)
+        sys.stdout.write(
+            f"router ready: grpc {address}, metrics http://{metrics.address}/metrics\n"
+        )
+        sys.stdout.flush()
+        await stop_signal.wait()
+        drained = asyncio.create_task(front.drain(config.drain_timeout_s))
+        forced = asyncio.create_task(stop_now.wait())
+        await asyncio.wait((drained, forced), return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, forced):
+            task.cancel()
+        await asyncio.wait((drained, forced))
+
+
+def run(config: RouterConfig) -> int:
+    """Runs one front in this process; returns the exit status (0 drained, 2 bad settings)."""
+    configure_logging(fields={"process": "router"})
+    try:
+        uvloop.run(serve(config))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_CONFIG
+    return 0

@@ -1,0 +1,219 @@
+"""The Inference service: what clients call."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import grpc
+
+from pdserve.errors import Cancelled, InvalidField, NoWorker, PdserveError
+from pdserve.request import RequestId, Role
+from pdserve.rpc.status import abort_with
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.timeline import Clock
+from router.active import ActiveRequest
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.output import Delta
+from router.prompt import RequestMaker, mint_handoff_id
+from router.worker_link import WorkerLink
+from router.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 1.0
+"""How long GetLoads waits for each worker's own figures."""
+ABORT_TIMEOUT_S = 5.0
+"""A status is handed to a client that reads nothing for this long, then the call is dropped."""
+
+GenerateContext = grpc.aio.ServicerContext[
+    inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerIdentity:
+    """What does not change while the front runs."""
+
+    front_id: str
+    version: str
+    started_at_s: float
+    default_timeout_s: float | None
+    model_info: inference_pb2.GetModelInfoResponse
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Answers clients. One handler task per call; streams end with one terminal event."""
+
+    def __init__(
+        self,
+        maker: RequestMaker,
+        dispatcher: Dispatcher,
+        pool: WorkerPool,
+        identity: ServerIdentity,
+        metrics: RouterMetrics,
+        clock: Clock,
+    ) -> None:
+        """Takes the parts of one front."""
+        self._maker = maker
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._identity = identity
+        self._metrics = metrics
+        self._clock = clock
+        self.is_draining = False
+
+    # Written with context.write and not as a generator: a write that is stuck at a client that
+    # does not read can be interrupted only here, and the status must still be set after it.
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: GenerateContext
+    ) -> None:
+        """Streams one request."""
+        try:
+            active = await self._start(request, context)
+        except PdserveError as error:
+            self._metrics.note_shed(error)
+            await abort_with(context, error)
+            return
+        try:
+            await self._stream(active, context)
+        finally:
+            self._dispatcher.cancel(active)
+        ending = active.buffer.ending
+        if ending is not None and ending.error is not None:
+            await _abort_in_time(context, ending.error)
+
+    async def _start(
+        self, request: inference_pb2.GenerateRequest, context: GenerateContext
+    ) -> ActiveRequest:
+        if self.is_draining:
+            raise NoWorker("this router is draining")
+        remaining_s = context.time_remaining()
+        limits_s = [
+            limit for limit in (remaining_s, self._identity.default_timeout_s) if limit is not None
+        ]
+        received_s = self._clock.now()
+        made = await self._maker.make(request, min(limits_s, default=None))
+        if self.is_draining:
+            raise NoWorker("this router is draining")
+        return self._dispatcher.start(made, mint_handoff_id(), received_s=received_s)
+
+    async def _stream(self, active: ActiveRequest, context: GenerateContext) -> None:
+        """Writes until the end, or until the dispatcher cuts a client that does not read."""
+        task = asyncio.current_task()
+        assert task is not None
+        active.buffer.interrupt_with(task.cancel)
+        request_id = active.state.request_id
+        sequence = 0
+        try:
+            async for delta in active.buffer.deltas():
+                await context.write(_chunk(request_id, sequence, delta))
+                sequence += 1
+            active.buffer.interrupt_with(_do_nothing)
+            ending = active.buffer.ending
+            if ending is not None and ending.completion is not None:
+                await context.write(
+                    inference_pb2.GenerateResponse(
+                        request_id=request_id, sequence=sequence, completion=ending.completion
+                    )
+                )
+        except asyncio.CancelledError:
+            ending = active.buffer.ending
+            is_cut = ending is not None and ending.error is not None
+            if not is_cut or context.cancelled():
+                raise
+            task.uncancel()
+
+    async def Abort(
+        self,
+        request: inference_pb2.AbortRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.AbortRequest, inference_pb2.AbortResponse],
+    ) -> inference_pb2.AbortResponse:
+        """Ends a request by its id; an unknown or ended one is no error."""
+        if not request.request_id:
+            await abort_with(context, InvalidField("request_id", "", "the id of a request"))
+        self._dispatcher.abort(RequestId(request.request_id))
+        return inference_pb2.AbortResponse()
+
+    async def GetModelInfo(
+        self,
+        request: inference_pb2.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.GetModelInfoRequest, inference_pb2.GetModelInfoResponse
+        ],
+    ) -> inference_pb2.GetModelInfoResponse:
+        """Describes the served model and its effective limits."""
+        return self._identity.model_info
+
+    async def GetServerInfo(
+        self,
+        request: inference_pb2.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.GetServerInfoRequest, inference_pb2.GetServerInfoResponse
+        ],
+    ) -> inference_pb2.GetServerInfoResponse:
+        """Describes this front and the pools it can use now."""
+        return inference_pb2.GetServerInfoResponse(
+            version=self._identity.version,
+            front_id=self._identity.front_id,
+            uptime_s=self._clock.now() - self._identity.started_at_s,
+            num_prefill=self._pool.num_available(Role.PREFILL),
+            num_decode=self._pool.num_available(Role.DECODE),
+            requests_in_flight=self._dispatcher.num_in_flight,
+            requests_queued=self._dispatcher.admission.num_waiting,
+        )
+
+    async def GetLoads(
+        self,
+        request: inference_pb2.GetLoadsRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.GetLoadsRequest, inference_pb2.GetLoadsResponse
+        ],
+    ) -> inference_pb2.GetLoadsResponse:
+        """Asks every worker for its figures; one that does not answer is described from memory."""
+        infos = await asyncio.gather(*(_worker_info(link) for link in self._pool.links()))
+        return inference_pb2.GetLoadsResponse(workers=infos)
+
+
+async def _worker_info(link: WorkerLink) -> inference_pb2.WorkerInfo:
+    try:
+        info = await link.get_status(STATUS_TIMEOUT_S)
+    except PdserveError as error:
+        record = link.record
+        state = "lost" if link.is_lost else "silent"
+        logger.info("no status", extra={"worker_id": record.worker_id, "reason": error.reason})
+        info = inference_pb2.WorkerInfo(
+            worker_id=record.worker_id,
+            role=record.role,
+            incarnation=record.incarnation,
+            state=state,
+            face_pid=record.face_pid,
+            rank_pids=record.rank_pids,
+            load=link.load,
+        )
+    info.address = link.record.address
+    return info
+
+
+async def _abort_in_time(context: GenerateContext, error: PdserveError) -> None:
+    if isinstance(error, Cancelled) and context.cancelled():
+        return
+    try:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await abort_with(context, error)
+    except TimeoutError:
+        logger.info("status not taken by the client", extra={"reason": error.reason})
+
+
+def _chunk(request_id: str, sequence: int, delta: Delta) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        sequence=sequence,
+        chunk=inference_pb2.TokenChunk(
+            index=0, token_ids=delta.token_ids, text=delta.text, logprobs=delta.logprobs
+        ),
+    )
+
+
+def _do_nothing() -> None:
+    """The handler is past its last token: nothing is left to interrupt."""
