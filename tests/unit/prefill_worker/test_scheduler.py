@@ -182,7 +182,7 @@ def test_held_blocks_make_the_next_prompt_wait_until_they_are_released():
     assert bench.step() == ()
     assert not bench.scheduler.has_work
     assert (bench.scheduler.num_held, bench.scheduler.load().num_waiting) == (1, 1)
-    bench.scheduler.release(rid("a"))
+    bench.scheduler.release(rid("a"), 1)
     assert bench.run_until_held("b").sampled is not None
 
 
@@ -193,7 +193,7 @@ def test_a_large_prompt_at_the_head_is_not_passed_by_small_ones_for_ever():
     bench.scheduler.submit(make_request("large", 16))
     bench.scheduler.submit(make_request("small", 4))
     assert bench.step() == ()
-    bench.scheduler.release(rid("a"))
+    bench.scheduler.release(rid("a"), 1)
     assert [p.request_id for p in bench.step()] == ["large"]
 
 
@@ -201,7 +201,7 @@ def test_a_released_prompt_stays_in_the_prefix_cache():
     bench = Bench()
     bench.scheduler.submit(make_request("a", 11))
     bench.run_until_held("a")
-    bench.scheduler.release(rid("a"))
+    bench.scheduler.release(rid("a"), 1)
     bench.assert_idle()
     assert bench.scheduler.ledger().cached_blocks == 2
 
@@ -248,7 +248,7 @@ def test_a_cancel_while_a_step_runs_drops_its_result():
     bench.scheduler.cancel(rid("a"))
     progress = bench.scheduler.complete_step(plan, bench.runner.run(plan))
     assert [entry.request_id for entry in progress] == ["b"]
-    bench.scheduler.release(rid("b"))
+    bench.scheduler.release(rid("b"), 1)
     bench.assert_idle()
 
 
@@ -292,7 +292,11 @@ def test_a_release_of_what_is_not_held_is_refused():
     bench.scheduler.submit(make_request("a", 30))
     for name in ("a", "b"):
         with pytest.raises(StaleAttempt):
-            bench.scheduler.release(rid(name))
+            bench.scheduler.release(rid(name), 1)
+    bench.run_until_held("a")
+    with pytest.raises(StaleAttempt):
+        bench.scheduler.release(rid("a"), 2)
+    assert bench.scheduler.num_held == 1
 
 
 def test_a_full_queue_and_impossible_prompts_are_refused():
@@ -321,6 +325,26 @@ def test_each_request_is_announced_once_when_it_enters_the_window():
     assert announced() == ["r2"]
     bench.step()
     assert announced() == ["r3"]
+
+
+def test_B3_a_waiting_request_is_announced_only_if_its_blocks_are_sure():
+    bench = Bench(num_blocks=10, look_ahead=4)
+    bench.scheduler.submit(make_request("held", 16))
+    bench.run_until_held("held")
+    bench.scheduler.requests_in_window()
+    for name, size in (("fits", 16), ("does_not", 12), ("small", 4)):
+        bench.scheduler.submit(make_request(name, size))
+    assert [r.request_id for r in bench.scheduler.requests_in_window()] == ["fits"]
+    bench.scheduler.release(rid("held"), 1)
+    assert [r.request_id for r in bench.scheduler.requests_in_window()] == ["does_not", "small"]
+
+
+def test_B3_no_returned_request_takes_the_blocks_of_an_announced_one():
+    bench = Bench(num_blocks=4, look_ahead=1)
+    bench.scheduler.submit(make_request("announced", 16))
+    bench.scheduler.requests_in_window()
+    bench.scheduler.submit(make_request("back", 16, is_priority=True))
+    assert [progress.request_id for progress in bench.step()] == ["announced"]
 
 
 def test_without_look_ahead_a_request_is_announced_when_its_computing_begins():
@@ -375,9 +399,9 @@ def test_A1_random_submits_cancels_and_releases_leave_no_block_behind(seed: int)
             bench.scheduler.cancel(name)
             held.discard(name)
         if held and rng.random() < 0.5:
-            bench.scheduler.release(held.pop())
+            bench.scheduler.release(held.pop(), 1)
     while bench.scheduler.has_work or held:
         held |= {progress.request_id for progress in bench.step() if progress.sampled}
         if held:
-            bench.scheduler.release(held.pop())
+            bench.scheduler.release(held.pop(), 1)
     bench.assert_idle()
