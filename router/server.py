@@ -6,7 +6,6 @@ starting -> listening -> serving (health follows the pools) -> draining -> stopp
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import secrets
 import signal
@@ -30,6 +29,7 @@ from pdserve.rpc.server import RpcServer, join_address, make_server
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.timeline import Clock, MonotonicClock
 from pdserve.tokenizer import Tokenizer
+from pdserve.version import VERSION
 from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.load_book import LoadBook
@@ -105,7 +105,7 @@ class RouterFront:
             self.pool,
             ServerIdentity(
                 front_id=self.front_id,
-                version=importlib.metadata.version("pdserve"),
+                version=VERSION,
                 started_at_s=clock.now(),
                 default_timeout_s=config.default_timeout_s,
                 model_info=inference_pb2.GetModelInfoResponse(
