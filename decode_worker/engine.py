@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decode_worker.landing import LandingDesk
-from decode_worker.scheduler import DecodeProgress, DecodeScheduler, LetGo
+from decode_worker.occupancy import LetGo
+from decode_worker.scheduler import DecodeProgress, DecodeScheduler
 from kv_transfer.events import FrameLanded, LinkDown
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.batch import StepPlan

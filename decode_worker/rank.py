@@ -11,11 +11,24 @@ from kv_transfer.decode_side import DecodeHandoffs
 from kv_transfer.plan import frame_bytes
 from kv_transfer.protocol import Identity
 from kv_transfer.receiver import LinkListener
+from kv_transfer.transport import FrameReceiver
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import ReservationId, WorkerId
 
 
-def build_engine(context: RankContext) -> DecodeEngine:
+def make_links(context: RankContext) -> FrameReceiver:
+    """Listens for links of prefill ranks."""
+    handoff = context.config.handoff
+    return LinkListener(
+        host=context.config.host,
+        incarnation=context.incarnation,
+        config=handoff,
+        slot_bytes=frame_bytes(context.geometry, handoff.frame_tokens),
+        post=context.inbox.post,
+    )
+
+
+def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
     """Puts the parts of a decode rank together."""
     config = context.config
     scheduler = DecodeScheduler(
@@ -30,13 +43,6 @@ def build_engine(context: RankContext) -> DecodeEngine:
         worker_id=WorkerId(config.worker_id),
         incarnation=context.incarnation,
         compatibility_digest=context.geometry.digest(),
-    )
-    links = LinkListener(
-        me=me,
-        host=config.host,
-        config=config.handoff,
-        slot_bytes=frame_bytes(context.geometry, config.handoff.frame_tokens),
-        post=context.inbox.post,
     )
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
@@ -70,4 +76,4 @@ def build_engine(context: RankContext) -> DecodeEngine:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(build_engine))
+    sys.exit(run_rank(lambda context: build_engine(context, make_links(context))))

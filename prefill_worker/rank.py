@@ -3,7 +3,9 @@
 import sys
 
 from kv_transfer.protocol import Identity
-from kv_transfer.sender import LinkPool, SenderIdentity
+from kv_transfer.sender import LinkPool
+from kv_transfer.sending_link import SenderIdentity
+from kv_transfer.transport import FrameSender
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import WorkerId
 from prefill_worker.engine import PrefillEngine
@@ -11,7 +13,16 @@ from prefill_worker.handoff import HandoffDesk
 from prefill_worker.scheduler import PrefillScheduler
 
 
-def build_engine(context: RankContext) -> PrefillEngine:
+def make_links(context: RankContext) -> FrameSender:
+    """Makes links to decode ranks when they are first used."""
+    config = context.config
+    me = SenderIdentity(
+        worker_id=WorkerId(config.worker_id), incarnation=context.incarnation, host=config.host
+    )
+    return LinkPool(me=me, config=config.handoff, post=context.inbox.post, faults=config.faults)
+
+
+def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
     """Puts the parts of a prefill rank together."""
     config = context.config
     worker_id = WorkerId(config.worker_id)
@@ -22,10 +33,6 @@ def build_engine(context: RankContext) -> PrefillEngine:
         context.clock,
         max_waiting=config.max_waiting,
         look_ahead=config.handoff.look_ahead,
-    )
-    sender = SenderIdentity(worker_id=worker_id, incarnation=context.incarnation, host=config.host)
-    links = LinkPool(
-        me=sender, config=config.handoff, post=context.inbox.post, faults=config.faults
     )
     desk = HandoffDesk(
         me=Identity(
@@ -54,4 +61,4 @@ def build_engine(context: RankContext) -> PrefillEngine:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(build_engine))
+    sys.exit(run_rank(lambda context: build_engine(context, make_links(context))))

@@ -125,6 +125,22 @@ def to_argv(config: object, *, without: Sequence[str] = ()) -> list[str]:
     return argv
 
 
+def from_pairs(config_class: type[T], pairs: Sequence[str], source: str) -> T:
+    """Builds a configuration without required fields from `name=value` pairs.
+
+    Raises:
+        ConfigError: an unknown name or a bad value; the message names `source`.
+    """
+    settings = {setting.path[-1]: setting for setting in settings_of(config_class)}
+    values: dict[tuple[str, ...], object] = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if name not in settings:
+            raise ConfigError(f"{source} knows {', '.join(settings)}, got {name[:64]!r}")
+        values[settings[name].path] = settings[name].parse(text, f"{source} {name}")
+    return _build(config_class, values)
+
+
 def settings_of(config_class: type) -> tuple[Setting, ...]:
     """Lists all fields of a configuration, nested ones flattened."""
     hints = get_type_hints(config_class)

@@ -201,9 +201,10 @@ class SequenceRoster:
     def find_planned(self, part: SequenceSlice) -> SequenceState | None:
         """Returns the sequence that a slice was made of, unless it was dropped since."""
         found = self._by_id.get(part.request.request_id)
-        if found is None or found.request is not part.request or found.num_computed != part.start:
+        if found is None or found.request is not part.request:
             return None
-        return found
+        # Dropped and queued again meanwhile: the slice was the former life's.
+        return None if found.stage in (Stage.WAITING, Stage.RESERVED) else found
 
     def expired(self, now_s: float) -> tuple[RequestId, ...]:
         """Names the requests whose time budget has run out."""

@@ -24,6 +24,8 @@ MIN_ROWS_CANDIDATES = (1, 2, 4, 8, 16, 32)
 PROBE_ROWS = 64
 PROBE_SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
 """Row counts tried at start: around the register tiles of AVX2, AVX-512 and AMX kernels."""
+DRAWN_ROWS = 256
+"""Probe weights repeat after this many rows: drawing a whole head takes most of a second."""
 PACKING_ROWS_HINT = 64
 """Rows that the packed layout is chosen for."""
 
@@ -124,5 +126,6 @@ def _can_pack(dtype: torch.dtype) -> bool:
 def _holds_for_shape(shape: tuple[int, int], dtype: torch.dtype, backend: LinearBackend) -> bool:
     num_outputs, num_inputs = shape
     generator = torch.Generator().manual_seed(1)
-    weight_NK = torch.empty(num_outputs, num_inputs).uniform_(-1, 1, generator=generator)
+    some_rows = torch.randn(min(num_outputs, DRAWN_ROWS), num_inputs, generator=generator)
+    weight_NK = some_rows.repeat(-(-num_outputs // DRAWN_ROWS), 1)[:num_outputs]
     return self_test(Linear(weight_NK.to(dtype), None, backend), num_inputs, dtype)

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan
+from pdserve.engine.forward_batch import build_batch
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.models.folder import geometry_of
 from pdserve.models.llama import LlamaModel
@@ -54,6 +57,27 @@ def make_slice(
 def run_slices(runner: ModelRunner, *slices: SequenceSlice) -> dict[RequestId, SampledToken]:
     """Runs one step."""
     return runner.run(StepPlan(slices=slices)).sampled
+
+
+def compute_logits(runner: ModelRunner, *slices: SequenceSlice) -> Tensor:
+    """Runs one step without sampling and returns logits, one row per sampling slice."""
+    batch = build_batch(StepPlan(slices=slices), runner.kv.geometry.block_size)
+    return runner.model.forward(batch, runner.kv)
+
+
+def compute_in_chunks(
+    runner: ModelRunner,
+    request: Request,
+    blocks: Sequence[int],
+    ends: Sequence[int],
+    start: int = 0,
+) -> Tensor:
+    """Computes a request's tokens from `start` in chunks with these ends; returns the logits."""
+    tokens = request.token_ids
+    for end in ends:
+        logits = compute_logits(runner, make_slice(request, tokens, start, end, blocks))
+        start = end
+    return logits[0]
 
 
 def generate(

@@ -3,7 +3,14 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.engine import EngineConfig
-from pdserve.config.load import cache_folder, from_argv, parse_size, settings_of, to_argv
+from pdserve.config.load import (
+    cache_folder,
+    from_argv,
+    from_pairs,
+    parse_size,
+    settings_of,
+    to_argv,
+)
 from pdserve.config.router import RouterConfig
 from pdserve.config.worker import FaultConfig, HandoffConfig, WorkerConfig
 from pdserve.errors import ConfigError
@@ -139,6 +146,24 @@ def test_bad_variable_is_named() -> None:
 def test_missing_required_flag_is_named() -> None:
     with pytest.raises(ConfigError, match="--redis is required"):
         parse_worker(*REQUIRED[:4])
+
+
+def test_pairs_build_a_configuration() -> None:
+    config = from_pairs(FaultConfig, ["step_delay_s=0.5", "corrupt_frame=3"], "--decode-fault")
+    assert config == FaultConfig(step_delay_s=0.5, corrupt_frame=3)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("step_delay_s=x", "--decode-fault step_delay_s must be a number, got 'x'"),
+        ("step_delay_s", "--decode-fault step_delay_s must be a number, got ''"),
+        ("explode=1", "--decode-fault knows step_delay_s, .* got 'explode'"),
+    ],
+)
+def test_bad_pair_is_named(pair: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_pairs(FaultConfig, [pair], "--decode-fault")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""A plain client of the Inference service: builds requests, gathers streams, shows results."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdserve.errors import InternalError, PdserveError, WorkerLost
+from pdserve.rpc.server import channel_options
+from pdserve.rpc.status import error_from_rpc
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """What came of one request, so far or in the end."""
+
+    request_id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+    """Numbers of the messages, to be gap-free from 0."""
+    finish: inference_pb2.SampleFinish | None = None
+    usage: types_pb2.Usage | None = None
+    timeline: types_pb2.Timeline | None = None
+
+    def add(self, response: inference_pb2.GenerateResponse) -> str:
+        """Takes in one message and returns the text it brought."""
+        self.request_id = response.request_id
+        self.sequences.append(response.sequence)
+        if response.HasField("completion"):
+            completion = response.completion
+            self.finish = completion.samples[0] if completion.samples else None
+            self.usage, self.timeline = completion.usage, completion.timeline
+            return ""
+        chunk = response.chunk
+        self.token_ids += chunk.token_ids
+        self.text += chunk.text
+        self.logprobs += chunk.logprobs
+        return chunk.text
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` or `length`.
+
+        Raises:
+            InternalError: the stream ended without a completion.
+        """
+        if self.finish is None:
+            raise InternalError("the stream ended without a completion")
+        name = types_pb2.FinishReason.Name(self.finish.finish_reason)
+        return name.removeprefix("FINISH_REASON_").lower()
+
+
+def open_sync_channel(address: str) -> grpc.Channel:
+    """Opens a blocking channel to a router."""
+    return grpc.insecure_channel(address, options=channel_options())
+
+
+def generate_stream(
+    channel: grpc.Channel,
+    request: inference_pb2.GenerateRequest,
+    *,
+    timeout_s: float | None = None,
+    on_text: Callable[[str], None] = lambda _: None,
+) -> Generation:
+    """Runs one request to its end.
+
+    Raises:
+        PdserveError: what the server said, or that nobody listens.
+    """
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=timeout_s)
+    generation = Generation()
+    try:
+        responses: Iterable[inference_pb2.GenerateResponse] = call
+        for response in responses:
+            text = generation.add(response)
+            if text:
+                on_text(text)
+    except grpc.RpcError as error:
+        raise client_error(error) from error
+    finally:
+        # Ends the call if this thread was interrupted; a finished one does not mind.
+        call.cancel()
+    return generation
+
+
+def get_loads(channel: grpc.Channel, *, timeout_s: float = 10.0) -> list[inference_pb2.WorkerInfo]:
+    """Asks for every worker's state.
+
+    Raises:
+        PdserveError: what the server said, or that nobody listens.
+    """
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    try:
+        answer = stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise client_error(error) from error
+    return list(answer.workers)
+
+
+def client_error(error: grpc.RpcError) -> PdserveError:
+    """Turns a failed call into our error; a refused connection gets a plain text."""
+    found = error_from_rpc(error)
+    if isinstance(found, WorkerLost) and "failed to connect" in str(found).lower():
+        return WorkerLost(f"nobody serves there: {found}")
+    return found
+
+
+def to_dict(generation: Generation) -> dict[str, object]:
+    """Shapes a finished generation for JSON; field names are those of the protocol."""
+    result: dict[str, object] = {
+        "request_id": generation.request_id,
+        "token_ids": generation.token_ids,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "matched_stop": _matched_stop(generation.finish),
+        "usage": message_to_dict(generation.usage or types_pb2.Usage()),
+        "timeline": message_to_dict(generation.timeline or types_pb2.Timeline()),
+    }
+    if generation.logprobs:
+        result["logprobs"] = [
+            {
+                "token_id": entry.token_id,
+                "logprob": entry.logprob,
+                "top": [{"token_id": t.token_id, "logprob": t.logprob} for t in entry.top],
+            }
+            for entry in generation.logprobs
+        ]
+    return result
+
+
+def message_to_dict(message: types_pb2.Usage | types_pb2.Timeline) -> dict[str, object]:
+    """Lists a flat message's fields by name, unset ones as their zero."""
+    values: dict[str, object] = {
+        descriptor.name: descriptor.default_value for descriptor in message.DESCRIPTOR.fields
+    }
+    values.update({descriptor.name: value for descriptor, value in message.ListFields()})
+    return values
+
+
+def _matched_stop(finish: inference_pb2.SampleFinish | None) -> str | int | None:
+    if finish is None:
+        return None
+    which = finish.WhichOneof("matched_stop")
+    if which == "stop_string":
+        return finish.stop_string
+    return finish.stop_token_id if which == "stop_token_id" else None

@@ -1,0 +1,183 @@
+"""`pdserve serve`: a whole cluster on this machine, until it is told to stop."""
+
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from launcher.local_pool import LocalCluster
+from pdserve.config.cluster import ClusterConfig
+from pdserve.config.engine import Dtype, EngineConfig, LoadFormat
+from pdserve.config.load import from_pairs, parse_size
+from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.errors import ConfigError
+from pdserve.request import Role
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            envvar="PDSERVE_MODEL", help="An alias (smollm2-135m), a .gguf file or a model folder."
+        ),
+    ],
+    prefill: Annotated[
+        int,
+        typer.Option(help="Prefill replicas; 0 lets decode replicas prefill."),
+    ] = 1,
+    decode: Annotated[int, typer.Option(help="Decode replicas.")] = 1,
+    host: Annotated[str, typer.Option(help="The one address every listener binds.")] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="The router's gRPC port; 0: a free one."),
+    ] = 50051,
+    metrics_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="The router's /metrics port; 0: a free one.",
+        ),
+    ] = 0,
+    redis: Annotated[
+        str | None,
+        typer.Option(help="redis://...; without it a private one starts."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Name in Redis; made up by default."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="float32 is deterministic.")] = "float32",
+    load_format: Annotated[
+        LoadFormat,
+        typer.Option(help="dummy: random weights from config.json."),
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block, a power of two.")] = 16,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Prompt plus output, in tokens."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 256,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Bytes of KV per replica, e.g. 512M or 2G."),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(help="Reuse KV of shared prefixes."),
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of dummy weights.")] = 0,
+    max_local_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompt tokens a decode replica may compute for a request.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="The name clients use."),
+    ] = None,
+    ready_timeout_s: Annotated[float, typer.Option(help="Limit of the start.")] = 120.0,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(help="For running requests at the end."),
+    ] = 60.0,
+    handoff: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
+    ] = None,
+    prefill_fault: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of FaultConfig.")
+    ] = None,
+    decode_fault: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of FaultConfig.")
+    ] = None,
+) -> int:
+    """Serve MODEL: start Redis, both pools and a router, and print where they listen.
+
+    SIGTERM or Ctrl-C drains; a second one stops now.
+    """
+    engine = EngineConfig(
+        model=model,
+        load_format=load_format,
+        dtype=dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=_size(kv_cache_memory, "--kv-cache-memory"),
+        enable_prefix_caching=enable_prefix_caching,
+        seed=seed,
+    )
+    config = ClusterConfig(
+        engine=engine,
+        num_prefill=prefill,
+        num_decode=decode,
+        host=host,
+        port=port,
+        metrics_port=metrics_port,
+        redis_url=redis,
+        served_model_name=served_model_name,
+        max_local_prefill_tokens=max_local_prefill_tokens,
+        ready_timeout_s=ready_timeout_s,
+        drain_timeout_s=drain_timeout_s,
+        handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),
+        prefill_faults=from_pairs(FaultConfig, prefill_fault or (), "--prefill-fault"),
+        decode_faults=from_pairs(FaultConfig, decode_fault or (), "--decode-fault"),
+    )
+    return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line))
+
+
+def run_until_signal(cluster: LocalCluster) -> int:
+    """Runs a cluster to its end: the first SIGTERM or SIGINT drains it, the second kills it."""
+    num_signals = 0
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        cluster.request_stop(now=num_signals > 1)
+
+    started_s = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    cluster.launch()
+    try:
+        if cluster.wait_ready():
+            for line in describe(cluster):
+                write_line(line)
+            write_line(f"ready after {time.monotonic() - started_s:.1f} s: grpc {cluster.address}")
+        cluster.wait()
+    finally:
+        cluster.stop(now=True)
+    write_line("stopped")
+    return 0
+
+
+def describe(cluster: LocalCluster) -> list[str]:
+    """Says what each pool can hold and where everything listens."""
+    lines = []
+    for role in (Role.PREFILL, Role.DECODE):
+        records = [m.record for m in cluster.members() if m.role is role and m.record is not None]
+        if records:
+            tokens = sum(record.total_blocks * record.block_size for record in records)
+            addresses = ", ".join(f"{record.worker_id} {record.address}" for record in records)
+            lines.append(f"{role}: {len(records)} x, KV for {tokens:,} tokens ({addresses})")
+    lines.append(f"metrics http://{cluster.metrics_address}/metrics")
+    return lines
+
+
+def write_line(line: str) -> None:
+    """Writes one line to stderr; stdout stays free."""
+    sys.stderr.write(f"{line}\n")
+
+
+def _size(text: str | None, flag: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} must be {error}, got {text[:64]!r}") from None

@@ -1,0 +1,121 @@
+"""`pdserve status`: pools, load, KV use, links and process ids, as the router sees them."""
+
+import json
+from collections.abc import Iterable
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from launcher.client import client_error, open_sync_channel
+from launcher.commands.generate import DEFAULT_ADDRESS, Address
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+
+_TIMEOUT_S = 10.0
+
+
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Show the cluster behind a router."""
+    with open_sync_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        try:
+            info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+            model = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
+            loads = stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise client_error(error) from error
+    if as_json:
+        typer.echo(json.dumps(to_dict(address, info, model, loads)))
+        return 0
+    console = Console(width=120)
+    console.print(
+        f"pdserve {info.version} at {address}, up {info.uptime_s:.0f} s, model {model.model} "
+        f"({model.architecture}, {model.dtype}, {model.max_model_len} tokens); "
+        f"{info.requests_in_flight} requests in flight, {info.requests_queued} queued",
+        soft_wrap=True,
+    )
+    console.print(workers_table(loads.workers))
+    return 0
+
+
+def to_dict(
+    address: str,
+    info: inference_pb2.GetServerInfoResponse,
+    model: inference_pb2.GetModelInfoResponse,
+    loads: inference_pb2.GetLoadsResponse,
+) -> dict[str, object]:
+    """Shapes the three answers for JSON."""
+    return {
+        "address": address,
+        "version": info.version,
+        "uptime_s": info.uptime_s,
+        "model": model.model,
+        "dtype": model.dtype,
+        "block_size": model.block_size,
+        "max_model_len": model.max_model_len,
+        "num_prefill": info.num_prefill,
+        "num_decode": info.num_decode,
+        "requests_in_flight": info.requests_in_flight,
+        "requests_queued": info.requests_queued,
+        "workers": [worker_to_dict(worker) for worker in loads.workers],
+    }
+
+
+def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
+    """Shapes one worker for JSON."""
+    load = worker.load
+    return {
+        "worker_id": worker.worker_id,
+        "role": worker.role,
+        "state": worker.state,
+        "address": worker.address,
+        "incarnation": f"{worker.incarnation:016x}",
+        "face_pid": worker.face_pid,
+        "rank_pids": list(worker.rank_pids),
+        "num_waiting": load.num_waiting,
+        "num_running": load.num_running,
+        "queued_tokens": load.queued_tokens,
+        "total_blocks": load.total_blocks,
+        "free_blocks": load.free_blocks,
+        "cached_blocks": load.cached_blocks,
+        "reserved_blocks": load.reserved_blocks,
+        "active_blocks": load.active_blocks,
+        "links": [
+            {
+                "peer_worker_id": link.peer_worker_id,
+                "transport": link.transport,
+                "bytes_sent": link.bytes_sent,
+                "bytes_received": link.bytes_received,
+                "frames_in_flight": link.frames_in_flight,
+                "epoch": link.epoch,
+            }
+            for link in worker.links
+        ],
+    }
+
+
+def workers_table(workers: Iterable[inference_pb2.WorkerInfo]) -> Table:
+    """Draws one line per worker."""
+    table = Table("worker", "state", "pids", "waiting", "running", "KV blocks used", "links")
+    for worker in workers:
+        load = worker.load
+        used = load.active_blocks + load.reserved_blocks
+        links = [
+            f"{link.peer_worker_id} {(link.bytes_sent + link.bytes_received) / 2**20:.1f} MiB"
+            for link in worker.links
+        ]
+        table.add_row(
+            worker.worker_id,
+            worker.state,
+            " ".join(str(pid) for pid in (worker.face_pid, *worker.rank_pids)),
+            str(load.num_waiting),
+            str(load.num_running),
+            f"{used} of {load.total_blocks} ({load.cached_blocks} cached)",
+            ", ".join(links),
+        )
+    return table

@@ -1,0 +1,254 @@
+"""Starts, watches and stops all children of a local cluster, on one thread of its own.
+
+new -> starting -> ready -> draining -> stopped; a failed start goes straight to stopped.
+
+One thread spawns every child and outlives them all, because the kernel ties a child's parent-death
+signal to the thread that spawned it. Other threads, and signal handlers, only set `stop_level` and
+read public attributes, each replaced as a whole; nobody waits on a lock.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+from urllib.parse import urlsplit
+
+import grpc
+
+from launcher.model_source import resolve_model
+from launcher.redis_server import RedisServer
+from launcher.replica import Replica, describe_status
+from launcher.role_commands import (
+    HIDDEN_FIELDS,
+    Site,
+    environment_of,
+    router_config,
+    worker_configs,
+)
+from launcher.supervision import LeaseWatch
+from pdserve.config.cluster import ClusterConfig
+from pdserve.config.load import to_argv
+from pdserve.config.worker import WorkerConfig
+from pdserve.errors import ConfigError, InternalError
+from pdserve.registry.base import RegistryUnavailable, WorkerRecord
+from pdserve.registry.redis import RedisRegistry
+from pdserve.rpc.server import channel_options, check_port_is_free, resolve_host
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+
+POLL_S = 0.05
+_WATCH_S = 0.2
+_KILL_AFTER_DRAIN_S = 5.0
+"""A child that overstays its own drain time-out by this long is killed."""
+
+
+class Supervisor:
+    """The children of one cluster; `run` is the body of its thread."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        name: str,
+        port: int,
+        metrics_port: int,
+        role_command: Callable[[str], Sequence[str]],
+        report: Callable[[str], None],
+    ) -> None:
+        """Starts nothing; `report` takes phase lines and the children's lines."""
+        self._config = config
+        self._name = name
+        self._port = port
+        self._metrics_port = metrics_port
+        self._role_command = role_command
+        self._report = report
+        self.redis: RedisServer | None = None
+        self.redis_url = config.redis_url
+        self.router: Replica | None = None
+        self.workers: dict[str, tuple[WorkerConfig, Replica]] = {}
+        self.records: dict[str, WorkerRecord] = {}
+        self.is_ready = False
+        self.stop_level: Literal[0, 1, 2] = 0
+        """1 drains, 2 kills."""
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Lives from start to stop; leaves no process, and what went wrong in `error`."""
+        try:
+            with asyncio.Runner() as runner:
+                registry = self._bring_up(runner)
+                try:
+                    self._await_members(runner, registry)
+                    while self.stop_level == 0:
+                        self._watch(runner, registry)
+                        self._pause(_WATCH_S)
+                finally:
+                    runner.run(registry.close())
+        except Exception as error:  # noqa: BLE001 - this thread's edge; whoever waits raises it
+            self.error = error
+        finally:
+            self._tear_down()
+
+    def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
+        config = self._config
+        check_port_is_free(resolve_host(config.host), self._port)
+        with self._phase("model"):
+            folder = resolve_model(
+                config.engine.model,
+                needs_weights=config.engine.load_format != "dummy",
+                report=self._report,
+            )
+        if config.redis_url is None:
+            self.redis = RedisServer()
+            self.redis_url = self.redis.url
+            with self._phase("redis"):
+                self.redis.start()
+        assert self.redis_url is not None
+        registry = self._connect(runner, self.redis_url)
+        site = Site(
+            name=self._name,
+            host=config.host,
+            port=self._port,
+            metrics_port=self._metrics_port,
+            folder=folder,
+            redis_url=self.redis_url,
+        )
+        self.workers = {w.worker_id: (w, self._new_worker(w)) for w in worker_configs(config, site)}
+        router = router_config(config, site)
+        self.router = Replica(
+            "router",
+            [*self._role_command("router"), *to_argv(router, without=HIDDEN_FIELDS)],
+            environment_of(router),
+            self._report,
+        )
+        for child in self._children():
+            child.start()
+        return registry
+
+    def _connect(self, runner: asyncio.Runner, url: str) -> RedisRegistry:
+        try:
+            registry = RedisRegistry(url, self._name)
+            runner.run(registry.list_workers())
+        except (RegistryUnavailable, ValueError) as error:
+            # Not the whole URL: it may hold a password.
+            where = urlsplit(url).netloc.rpartition("@")[2] or "the given URL"
+            raise ConfigError(f"Redis at {where} does not answer") from error
+        return registry
+
+    def _new_worker(self, worker: WorkerConfig) -> Replica:
+        def new_watch(now_s: float) -> LeaseWatch:
+            return LeaseWatch(worker.registry_lease_s, self._config.ready_timeout_s, now_s)
+
+        command = self._role_command(f"{worker.role}-worker")
+        argv = [*command, *to_argv(worker, without=("role", *HIDDEN_FIELDS))]
+        return Replica(worker.worker_id, argv, environment_of(worker), self._report, new_watch)
+
+    def _await_members(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
+        started_s = time.monotonic()
+        limit_s = self._config.ready_timeout_s
+        while self.stop_level == 0:
+            self._require_all_running()
+            self._refresh(runner, registry)
+            lived_s = time.monotonic() - started_s
+            if len(self.records) == len(self.workers) and self._router_sees_all():
+                self._report(f"workers and router ready after {lived_s:.1f} s")
+                self.is_ready = True
+                return
+            if lived_s > limit_s:
+                missing = sorted(set(self.workers) - set(self.records)) or ["router"]
+                raise InternalError(f"not ready after {limit_s:g} s: {', '.join(missing)}")
+            time.sleep(POLL_S)
+
+    def _require_all_running(self) -> None:
+        for child in self._children():
+            status = child.poll()
+            if status == 2:
+                raise ConfigError(child.last_line())
+            if status is not None:
+                raise InternalError(
+                    f"{child.name} ended ({describe_status(status)}) before it was ready: "
+                    f"{child.last_line()}"
+                )
+
+    def _router_sees_all(self) -> bool:
+        # A new channel each time: one that was refused backs off.
+        address = f"{self._config.host}:{self._port}"
+        with grpc.insecure_channel(address, options=channel_options()) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            try:
+                info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=1.0)
+            except grpc.RpcError:
+                return False
+        config = self._config
+        return info.num_prefill >= config.num_prefill and info.num_decode >= config.num_decode
+
+    def _watch(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
+        if self.redis is not None and not self.redis.is_running():
+            self._report("redis-server ended; starting it again")
+            try:
+                self.redis.start()
+            except ConfigError as error:
+                # The cluster serves on without it; the next round tries again.
+                self._report(f"{error}; trying again")
+        self._refresh(runner, registry)
+        now_s = time.monotonic()
+        for child in self._children():
+            child.revive(now_s)
+
+    def _refresh(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
+        watches = {name: worker.watch for name, (_, worker) in self.workers.items()}
+        now_s = time.monotonic()
+        try:
+            found = runner.run(registry.list_workers())
+        except RegistryUnavailable:
+            for watch in watches.values():
+                if watch is not None:
+                    watch.observe_outage(now_s)
+            return
+        # A record of the process that runs now: the lease of a dead predecessor may still hold.
+        records = {
+            str(record.worker_id): record
+            for record in found
+            if record.worker_id in self.workers
+            and record.face_pid == self.workers[record.worker_id][1].pid
+        }
+        for name, watch in watches.items():
+            if watch is not None:
+                watch.observe(now_s, is_registered=name in records)
+        self.records = records
+
+    def _children(self) -> tuple[Replica, ...]:
+        workers = tuple(worker for _, worker in self.workers.values())
+        return workers if self.router is None else (self.router, *workers)
+
+    def _tear_down(self) -> None:
+        # The router first: it refuses new work and finishes its streams while workers still serve.
+        if self.stop_level == 1 and self.error is None:
+            if self.router is not None:
+                self._drain((self.router,))
+            self._drain(tuple(worker for _, worker in self.workers.values()))
+        for child in self._children():
+            child.kill()
+        if self.redis is not None:
+            self.redis.kill()
+        self.records = {}
+
+    def _drain(self, children: Sequence[Replica]) -> None:
+        for child in children:
+            child.terminate()
+        deadline_s = time.monotonic() + self._config.drain_timeout_s + _KILL_AFTER_DRAIN_S
+        while any(child.poll() is None for child in children):
+            if self.stop_level == 2 or time.monotonic() > deadline_s:
+                return
+            time.sleep(POLL_S)
+
+    def _pause(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while self.stop_level == 0 and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started_s = time.monotonic()
+        yield
+        self._report(f"{name} ready after {time.monotonic() - started_s:.1f} s")

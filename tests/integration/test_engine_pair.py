@@ -1,0 +1,201 @@
+"""TOK over both pools' engines: prefill -> decode equals colocated equals one process."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config.worker import HandoffConfig
+from pdserve.errors import LocalPrefillRefused
+from pdserve.request import Request, SamplingParams
+from tests.support.engine_pair import EnginePair, PairRouter, make_request
+from tests.support.tiny_models import make_tiny_llama
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130, 300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def make_requests(sampling: SamplingParams | None = None) -> list[Request]:
+    numbers = random.Random(5)
+    return [
+        make_request(
+            f"r{length}",
+            tuple(numbers.randrange(3, 300) for _ in range(length)),
+            sampling=sampling,
+        )
+        for length in LENGTHS
+    ]
+
+
+def run_alone(folder: Path, requests: list[Request]) -> dict[str, list[int]]:
+    """The reference: each request by itself, prefilled and decoded by one engine."""
+    outputs: dict[str, list[int]] = {}
+    for request in requests:
+        outputs |= run_colocated(EnginePair(folder), [request])
+    return outputs
+
+
+def run_colocated(pair: EnginePair, requests: list[Request]) -> dict[str, list[int]]:
+    router = PairRouter(pair)
+    for request in requests:
+        router.adopt(request)
+        pair.submit(request, is_local=True)
+    for _ in range(4000):
+        pair.turn()
+        router.read()
+        if not router.open:
+            return router.outputs
+    raise AssertionError("colocated run did not end")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[str, list[int]]:
+    return run_alone(folder, make_requests())
+
+
+@pytest.fixture
+def pair(folder: Path) -> Iterator[EnginePair]:
+    made = EnginePair(folder)
+    yield made
+    made.assert_ledger()
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 37, 64, 256])
+def test_TOK_prefill_to_decode_equals_one_process_at_any_chunk_size(
+    folder: Path, reference: dict[str, list[int]], chunk_tokens: int
+) -> None:
+    pair = EnginePair(folder, max_num_batched_tokens=chunk_tokens)
+    assert pair.run(make_requests()) == reference
+    pair.assert_ledger()
+
+
+def test_TOK_colocated_equals_one_process(folder: Path, reference: dict[str, list[int]]) -> None:
+    pair = EnginePair(folder)
+    assert run_colocated(pair, make_requests()) == reference
+
+
+def test_TOK_a_cached_prefix_changes_no_token_and_ships_less(
+    folder: Path, reference: dict[str, list[int]], pair: EnginePair
+) -> None:
+    assert pair.run(make_requests()) == reference
+    cold_bytes = pair.links.bytes_sent
+    again = [
+        make_request(f"{request.request_id}-again", request.token_ids)
+        for request in make_requests()
+    ]
+    outputs = pair.run(again)
+    assert {name.removesuffix("-again"): ids for name, ids in outputs.items()} == reference
+    # Only last, partly filled blocks travel: all full ones are cached on decode.
+    partial = sum(1 for length in LENGTHS if length % 16)
+    block_bytes = pair.decode.describe().load.total_blocks and cold_bytes // sum(
+        -(-length // 16) for length in LENGTHS
+    )
+    assert pair.links.bytes_sent - cold_bytes == partial * block_bytes
+
+
+def test_NO_RECOMPUTE_decode_computes_no_prompt_token_of_a_handed_off_request(
+    pair: EnginePair,
+) -> None:
+    pair.run(make_requests())
+    counters = pair.decode.describe().counters
+    assert counters.recomputed_prompt_tokens == 0
+    assert counters.handoffs_completed == len(LENGTHS)
+
+
+def test_TOK_seeded_sampling_gives_the_same_ids_in_both_modes(folder: Path) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=77, max_tokens=24)
+    requests = make_requests(sampling)
+    pair = EnginePair(folder)
+    outputs = pair.run(requests)
+    assert outputs == run_colocated(EnginePair(folder), requests)
+    assert len({tuple(ids) for ids in outputs.values()}) == len(requests)
+    pair.assert_ledger()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_B5_forced_preemption_changes_no_token(folder: Path, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=3, max_tokens=48)
+    requests = [
+        make_request(f"p{i}", tuple(range(5 + i, 45 + i)), sampling=sampling) for i in range(8)
+    ]
+    calm = EnginePair(folder).run(requests)
+    tight = EnginePair(folder, decode_blocks=16)
+    router = PairRouter(tight)
+    for request in requests:
+        router.start(request)
+    for _ in range(4000):
+        tight.turn()
+        router.read()
+        if not router.open:
+            break
+    tight.settle()
+    assert router.outputs == calm
+    assert router.num_returned >= 3
+    assert tight.decode.describe().counters.preemptions == router.num_returned
+    tight.assert_ledger()
+
+
+def test_A11_a_corrupted_frame_changes_the_output_so_the_shipped_KV_is_the_one_in_use(
+    folder: Path, reference: dict[str, list[int]]
+) -> None:
+    pair = EnginePair(folder)
+
+    def spoil(payload: torch.Tensor) -> None:
+        payload.view(torch.float32).mul_(-3.0)
+
+    pair.links.corrupt = spoil
+    outputs = pair.run(make_requests())
+    assert all(outputs[name][0] == reference[name][0] for name in reference)
+    assert sum(outputs[name] != reference[name] for name in reference) >= len(reference) // 2
+
+
+def test_local_prefill_is_refused_by_name_when_it_is_switched_off(folder: Path) -> None:
+    pair = EnginePair(folder, max_local_prefill_tokens=0)
+    pair.submit(make_request("r", (5, 6, 7)), is_local=True)
+    (answer,) = [message.reply for message in pair.decode_outbox.sent]
+    assert answer.error.reason == LocalPrefillRefused.__name__
+
+
+def test_a_request_that_ends_with_its_first_token_ships_nothing_to_a_running_batch(
+    pair: EnginePair,
+) -> None:
+    request = make_request("r", tuple(range(9, 40)), sampling=SamplingParams(max_tokens=1))
+    outputs = pair.run([request])
+    assert len(outputs["r"]) == 1
+    assert pair.decode.describe().counters.handoffs_completed == 0
+
+
+@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+def test_A1_A6_a_cancel_at_any_moment_gives_every_block_back(
+    folder: Path, turns: int, side: str
+) -> None:
+    pair = EnginePair(
+        folder, max_num_batched_tokens=64, handoff=HandoffConfig(frame_tokens=64, lease_s=0.2)
+    )
+    request = make_request("r", tuple(range(3, 283)))
+    pair.submit(request)
+    for _ in range(turns):
+        pair.turn()
+    if side != "decode":
+        pair.cancel(pair.prefill, request)
+    if side != "prefill":
+        pair.cancel(pair.decode, request)
+    for _ in range(60):
+        pair.turn()
+    pair.assert_ledger()
+
+
+def test_B3_two_full_pools_make_progress_again(folder: Path) -> None:
+    pair = EnginePair(folder, prefill_blocks=24, decode_blocks=24)
+    requests = [make_request(f"q{i}", tuple(range(3 + i, 120 + i))) for i in range(12)]
+    calm = EnginePair(folder).run(requests)
+    assert pair.run(requests, max_turns=20_000) == calm
+    pair.assert_ledger()

@@ -1,0 +1,398 @@
+"""Both pools' engines in one thread: real schedulers, protocol, model and KV; no sockets.
+
+Calls between workers and frames between ranks go through queues that a test can hold, drop or
+corrupt. Time is a manual clock.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from decode_worker.engine import DecodeEngine
+from decode_worker.rank import build_engine as build_decode
+from kv_transfer.events import FrameLanded, FrameSent, LinkId
+from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.engine import EngineConfig
+from pdserve.config.worker import HandoffConfig, WorkerConfig
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.models.folder import geometry_of, read_model_config
+from pdserve.models.registry import load_model
+from pdserve.rank.startup import RankContext
+from pdserve.request import (
+    FrontId,
+    HandoffId,
+    Incarnation,
+    Request,
+    RequestId,
+    ReservationId,
+    Role,
+    SamplingParams,
+)
+from pdserve.rpc.codec import request_to_wire
+from pdserve.rpc.v1 import rank_pb2, worker_pb2
+from pdserve.timeline import ManualClock
+from prefill_worker.engine import PrefillEngine
+from prefill_worker.rank import build_engine as build_prefill
+
+PREFILL, DECODE = Incarnation(11), Incarnation(22)
+TURN_S = 0.01
+
+
+class RecordingOutbox:
+    """Stands in for `Outbox`: keeps what the engine sends."""
+
+    def __init__(self) -> None:
+        self.sent: deque[rank_pb2.FromRank] = deque()
+        self.updates: list[worker_pb2.SequenceUpdate] = []
+        self._next_call_id = 1
+
+    def send(self, message: rank_pb2.FromRank) -> None:
+        self.sent.append(message)
+
+    def reply(self, call_id: int, reply: rank_pb2.RankReply) -> None:
+        self.send(rank_pb2.FromRank(call_id=call_id, reply=reply))
+
+    def refuse(self, call_id: int, error: Exception) -> None:
+        wire = rank_pb2.RankError(reason=type(error).__name__, message=str(error))
+        self.reply(call_id, rank_pb2.RankReply(error=wire))
+
+    def call_peer(self, call: rank_pb2.PeerCall) -> int:
+        call_id = self._next_call_id
+        self._next_call_id += 1
+        self.send(rank_pb2.FromRank(call_id=call_id, peer_call=call))
+        return call_id
+
+    def update(self, front_id: FrontId, update: worker_pb2.SequenceUpdate) -> None:
+        self.updates.append(update)
+
+    def flush(self) -> None:
+        """Updates are kept as they come."""
+
+
+@dataclass
+class MemoryLinks:
+    """Sender and receiver of one link at once; frames wait in `in_flight` until delivered."""
+
+    in_flight: deque[OutgoingFrame] = field(default_factory=deque)
+    slots: dict[int, Tensor] = field(default_factory=dict)
+    corrupt: Callable[[Tensor], None] | None = None
+    bytes_sent: int = 0
+    _next_slot: int = 0
+
+    def has_room(self, peer: Incarnation) -> bool:
+        return len(self.in_flight) < 4
+
+    def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
+        self.in_flight.append(frame)
+
+    def cancel(self, reservation_id: ReservationId) -> None:
+        self.in_flight = deque(
+            frame for frame in self.in_flight if frame.reservation_id != reservation_id
+        )
+
+    def links(self) -> tuple[LinkStatus, ...]:
+        return ()
+
+    def close(self) -> None:
+        self.in_flight.clear()
+
+    def endpoint(self) -> LinkEndpoint:
+        return LinkEndpoint(host="memory", port=1, token=b"token")
+
+    def payload(self, landed: FrameLanded) -> Tensor:
+        return self.slots[landed.slot]
+
+    def release_slot(self, landed: FrameLanded) -> None:
+        del self.slots[landed.slot]
+
+    def deliver(self) -> tuple[FrameSent, FrameLanded]:
+        frame = self.in_flight.popleft()
+        payload = frame.payload.clone()
+        if self.corrupt is not None:
+            self.corrupt(payload)
+        self._next_slot += 1
+        self.slots[self._next_slot] = payload
+        self.bytes_sent += payload.numel()
+        link = LinkId(PREFILL, 1)
+        landed = FrameLanded(
+            link=link,
+            reservation_id=frame.reservation_id,
+            frame_index=frame.frame_index,
+            num_bytes=payload.numel(),
+            slot=self._next_slot,
+            is_intact=True,
+        )
+        sent = FrameSent(
+            link=LinkId(DECODE, 1),
+            reservation_id=frame.reservation_id,
+            frame_index=frame.frame_index,
+        )
+        return sent, landed
+
+
+class EnginePair:
+    """One prefill and one decode engine over the same model folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefill_blocks: int = 256,
+        decode_blocks: int = 256,
+        handoff: HandoffConfig | None = None,
+        max_local_prefill_tokens: int | None = None,
+        **engine: object,
+    ) -> None:
+        self.clock = ManualClock()
+        self.links = MemoryLinks()
+        self.config = EngineConfig(model=str(folder), **engine)
+        self._model_config = read_model_config(folder)
+        self._model = load_model(folder, self.config)
+        self._handoff = handoff or HandoffConfig(frame_tokens=64)
+        self._max_local = max_local_prefill_tokens
+        self.prefill_outbox, self.decode_outbox = RecordingOutbox(), RecordingOutbox()
+        prefill = self._context(Role.PREFILL, PREFILL, prefill_blocks, self.prefill_outbox)
+        decode = self._context(Role.DECODE, DECODE, decode_blocks, self.decode_outbox)
+        self.prefill: PrefillEngine = build_prefill(prefill, links=self.links)
+        self.decode: DecodeEngine = build_decode(decode, links=self.links)
+        self.may_deliver = True
+        self._decode_calls: dict[int, int] = {}
+        self._next_call_id = 1000
+        self._attempts: dict[str, int] = {}
+
+    def _context(
+        self, role: Role, incarnation: Incarnation, num_blocks: int, outbox: RecordingOutbox
+    ) -> RankContext:
+        geometry = geometry_of(self._model_config, self.config)
+        kv = KvTensors(geometry, num_blocks)
+        config = WorkerConfig(
+            role=role,
+            worker_id=f"{role.value}-0",
+            engine=self.config,
+            redis_url="",
+            handoff=self._handoff,
+            max_local_prefill_tokens=self._max_local,
+        )
+        return RankContext(
+            config=config,
+            incarnation=incarnation,
+            clock=self.clock,
+            inbox=None,
+            outbox=outbox,
+            model=self._model_config,
+            geometry=geometry,
+            kv=kv,
+            runner=ModelRunner(self._model, kv),
+            max_model_len=min(self._model_config.max_position, num_blocks * geometry.block_size),
+        )
+
+    def submit(self, request: Request, *, is_local: bool = False) -> None:
+        """Sends a request to prefill (or, local, to decode)."""
+        message = worker_pb2.SubmitRequest(request=request_to_wire(request))
+        if not is_local:
+            message.decode.CopyFrom(self.target(request))
+        engine = self.decode if is_local else self.prefill
+        engine.handle(rank_pb2.ToRank(call_id=1, submit=message))
+
+    def target(self, request: Request) -> worker_pb2.DecodeTarget:
+        attempt = self._attempts[request.request_id] = self._attempts.get(request.request_id, 0) + 1
+        return worker_pb2.DecodeTarget(
+            worker_id="decode-0", incarnation=DECODE, address="decode", decode_attempt=attempt
+        )
+
+    def place(self, request: Request) -> None:
+        """Answers a NeedsPlacement with the same decode worker."""
+        message = worker_pb2.PlaceDecodeRequest(
+            request_id=request.request_id, attempt=request.attempt, decode=self.target(request)
+        )
+        self.prefill.handle(rank_pb2.ToRank(call_id=2, place_decode=message))
+
+    def cancel(self, engine: PrefillEngine | DecodeEngine, request: Request) -> None:
+        message = worker_pb2.CancelRequest(request_id=request.request_id, attempt=request.attempt)
+        engine.handle(rank_pb2.ToRank(call_id=3, cancel=message))
+
+    def turn(self) -> None:
+        """Lets each side act once, and moves calls and frames between them."""
+        self.clock.advance(TURN_S)
+        self.exchange()
+        for engine in (self.prefill, self.decode):
+            engine.tick()
+            engine.step()
+            self.exchange()
+
+    def exchange(self) -> None:
+        """Delivers calls, answers and frames until nothing moves."""
+        while True:
+            moved = self._carry_calls() or self._carry_answers()
+            if self.may_deliver and self.links.in_flight:
+                sent, landed = self.links.deliver()
+                self.prefill.handle(sent)
+                self.decode.handle(landed)
+                moved = True
+            if not moved:
+                return
+
+    def _carry_calls(self) -> bool:
+        if not self.prefill_outbox.sent:
+            return False
+        message = self.prefill_outbox.sent.popleft()
+        if not message.HasField("peer_call"):
+            return True
+        call = message.peer_call
+        self._next_call_id += 1
+        self._decode_calls[self._next_call_id] = message.call_id
+        forward = rank_pb2.ToRank(call_id=self._next_call_id)
+        match call.WhichOneof("call"):
+            case "reserve":
+                forward.reserve.CopyFrom(call.reserve)
+            case "commit":
+                forward.commit.CopyFrom(call.commit)
+            case "abort":
+                forward.abort.CopyFrom(call.abort)
+            case "renew":
+                forward.renew.CopyFrom(call.renew)
+        self.decode.handle(forward)
+        return True
+
+    def _carry_answers(self) -> bool:
+        if not self.decode_outbox.sent:
+            return False
+        message = self.decode_outbox.sent.popleft()
+        call_id = self._decode_calls.pop(message.call_id, None)
+        if call_id is None:
+            return True
+        answer = rank_pb2.PeerReply()
+        match message.reply.WhichOneof("reply"):
+            case "reserve":
+                answer.reserve.CopyFrom(message.reply.reserve)
+            case "commit":
+                answer.commit.CopyFrom(message.reply.commit)
+            case "abort":
+                answer.abort.CopyFrom(message.reply.abort)
+            case "renew":
+                answer.renew.CopyFrom(message.reply.renew)
+        self.prefill.handle(rank_pb2.ToRank(call_id=call_id, peer_reply=answer))
+        return True
+
+    def run(self, requests: list[Request], *, max_turns: int = 4000) -> dict[str, list[int]]:
+        """Plays the router until every request has finished; returns output ids by request."""
+        router = PairRouter(self)
+        for request in requests:
+            router.start(request)
+        for _ in range(max_turns):
+            self.turn()
+            router.read()
+            if not router.open:
+                self.settle()
+                return router.outputs
+        raise AssertionError(f"still open after {max_turns} turns: {sorted(router.open)}")
+
+    def settle(self) -> None:
+        """Lets what is under way end."""
+        for _ in range(5):
+            self.turn()
+
+    def assert_ledger(self) -> None:
+        """LEDGER: free + cached = total, and nothing else is held."""
+        for engine in (self.prefill, self.decode):
+            ledger = engine.describe().ledger
+            assert ledger.free_blocks + ledger.cached_blocks == ledger.total_blocks, ledger
+            held = ledger.sequences + ledger.reservations + ledger.leases
+            assert held + ledger.transfers + ledger.held_handoffs == 0, ledger
+
+
+class PairRouter:
+    """The router's part in a test: order by index, next attempts, placements."""
+
+    def __init__(self, pair: EnginePair) -> None:
+        self.outputs: dict[str, list[int]] = {}
+        self.open: dict[str, Request] = {}
+        self.num_returned = 0
+        self._pair = pair
+        self._original: dict[str, Request] = {}
+        self._pending: dict[str, dict[int, int]] = {}
+        self._ended: dict[str, int] = {}
+
+    def start(self, request: Request) -> None:
+        self.adopt(request)
+        self._pair.submit(request)
+
+    def adopt(self, request: Request) -> None:
+        """Follows a request that the test submits itself."""
+        self._original[request.request_id] = request
+        self.open[request.request_id] = request
+        self.outputs[request.request_id] = []
+        self._pending[request.request_id] = {}
+
+    def read(self) -> None:
+        for outbox in (self._pair.prefill_outbox, self._pair.decode_outbox):
+            updates, outbox.updates = outbox.updates, []
+            for update in updates:
+                request = self.open.get(update.request_id)
+                if request is not None and update.attempt == request.attempt:
+                    self._take(request, update)
+
+    def _take(self, request: Request, update: worker_pb2.SequenceUpdate) -> None:
+        output = self.outputs[request.request_id]
+        pending = self._pending[request.request_id]
+        for offset, token in enumerate(update.token_ids):
+            pending[update.first_index + offset] = token
+        while len(output) in pending:
+            output.append(pending.pop(len(output)))
+        match update.WhichOneof("outcome"):
+            case "finished":
+                self._ended[request.request_id] = update.first_index + len(update.token_ids)
+            case "returned":
+                self._again(request)
+            case "needs_placement":
+                self._pair.place(request)
+            case "failed":
+                raise AssertionError(update.failed.message)
+        if self._ended.get(request.request_id) == len(output):
+            del self.open[request.request_id]
+
+    def _again(self, request: Request) -> None:
+        self.num_returned += 1
+        original = self._original[request.request_id]
+        pending = self._pending[request.request_id]
+        pending.clear()
+        again = make_request(
+            request.request_id,
+            (*original.token_ids, *self.outputs[request.request_id]),
+            num_prompt_tokens=original.num_prompt_tokens,
+            sampling=original.sampling,
+            attempt=request.attempt + 1,
+            eos_token_ids=original.eos_token_ids,
+            is_priority=True,
+        )
+        self.open[request.request_id] = again
+        self._pair.submit(again)
+
+
+def make_request(
+    name: str,
+    token_ids: tuple[int, ...],
+    *,
+    num_prompt_tokens: int | None = None,
+    sampling: SamplingParams | None = None,
+    attempt: int = 1,
+    eos_token_ids: tuple[int, ...] = (),
+    is_priority: bool = False,
+) -> Request:
+    """Makes a request with a hand-off id of its own."""
+    return Request(
+        request_id=RequestId(name),
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        sampling=sampling or SamplingParams(temperature=0.0, max_tokens=16),
+        front_id=FrontId("front"),
+        handoff_id=HandoffId(f"handoff-{name}"),
+        attempt=attempt,
+        eos_token_ids=eos_token_ids,
+        is_priority=is_priority,
+    )

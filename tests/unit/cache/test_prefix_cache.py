@@ -1,0 +1,174 @@
+import random
+
+import pytest
+
+from pdserve.cache.block_hash import BlockHash, HashChain
+from pdserve.cache.block_pool import BlockPool, NoFreeBlocks
+from pdserve.cache.prefix_cache import BlockTable, PrefixCache
+
+
+def chain_of(*tokens: int, salt: bytes = b"") -> HashChain:
+    return HashChain(tokens, 2, salt, "r")
+
+
+class CollidingChain(HashChain):
+    """Names the i-th block of every sequence alike."""
+
+    def block_hash(self, index: int) -> BlockHash:
+        return BlockHash(bytes([index]))
+
+
+def compute(cache: PrefixCache, chain: HashChain) -> BlockTable:
+    hit = cache.find(chain, chain.num_full_blocks)
+    table = cache.open(hit, -(-len(chain) // 2))
+    cache.enter(table, chain, len(chain))
+    return table
+
+
+def num_hits(cache: PrefixCache, chain: HashChain) -> int:
+    return len(cache.find(chain, chain.num_full_blocks).block_ids)
+
+
+def test_a_prefix_is_found_while_its_sequence_runs_and_after():
+    cache = PrefixCache(BlockPool(8))
+    table = compute(cache, chain_of(1, 2, 3, 4, 5))
+    assert num_hits(cache, chain_of(1, 2, 3, 4, 9, 9)) == 2
+    cache.close(table)
+    assert num_hits(cache, chain_of(1, 2, 3, 4, 9, 9)) == 2
+    assert (cache.pool.num_cached, cache.pool.num_free) == (2, 6)
+
+
+def test_a_block_is_not_found_before_its_kv_is_valid():
+    cache = PrefixCache(BlockPool(8))
+    chain = chain_of(1, 2, 3, 4)
+    table = cache.open(cache.find(chain, 2), 2)
+    cache.enter(table, chain, 3)
+    assert num_hits(cache, chain) == 1
+
+
+def test_a_hit_ends_at_the_first_block_that_differs_and_at_the_limit():
+    cache = PrefixCache(BlockPool(8))
+    compute(cache, chain_of(1, 2, 3, 4, 5, 6))
+    assert num_hits(cache, chain_of(1, 2, 9, 4, 5, 6)) == 1
+    assert len(cache.find(chain_of(1, 2, 3, 4, 5, 6), 2).block_ids) == 2
+
+
+def test_tenants_do_not_see_each_other():
+    cache = PrefixCache(BlockPool(8))
+    compute(cache, chain_of(1, 2, salt=b"a"))
+    assert num_hits(cache, chain_of(1, 2, salt=b"b")) == 0
+
+
+def test_E8_a_forced_collision_is_a_miss():
+    cache = PrefixCache(BlockPool(8))
+    compute(cache, CollidingChain((1, 2, 3, 4), 2, b"", "r"))
+    assert num_hits(cache, CollidingChain((5, 6, 3, 4), 2, b"", "r")) == 0
+
+
+def test_E8_a_collision_before_equal_tokens_is_a_miss_for_them_too():
+    cache = PrefixCache(BlockPool(8))
+    victim = CollidingChain((1, 2, 3, 4), 2, b"", "r")
+    compute(cache, victim)
+    attacker = CollidingChain((5, 6), 2, b"", "r")
+    compute(cache, attacker)
+    cache.check()
+    # Block 1 holds equal tokens and its hash collides, but it follows other tokens.
+    assert num_hits(cache, CollidingChain((5, 6, 3, 4), 2, b"", "r")) == 1
+    assert num_hits(cache, victim) == 0
+
+
+def test_blocks_are_evicted_only_when_none_is_free():
+    cache = PrefixCache(BlockPool(4))
+    cache.close(compute(cache, chain_of(1, 2, 3, 4)))
+    table = cache.open(cache.find(chain_of(9, 9, 9, 9), 2), 2)
+    assert num_hits(cache, chain_of(1, 2, 3, 4)) == 2
+    cache.grow(table, 3)
+    assert num_hits(cache, chain_of(1, 2, 3, 4)) == 1
+    cache.check()
+
+
+def test_the_prefix_used_last_is_evicted_last():
+    cache = PrefixCache(BlockPool(3))
+    for tokens in ((1, 1), (2, 2), (3, 3)):
+        cache.close(compute(cache, chain_of(*tokens)))
+    cache.close(compute(cache, chain_of(1, 1)))
+    cache.open(cache.find(chain_of(4, 4), 1), 1)
+    assert [num_hits(cache, chain_of(i, i)) for i in (1, 2, 3)] == [1, 0, 1]
+
+
+def test_a_hit_is_not_evicted_for_its_own_table():
+    cache = PrefixCache(BlockPool(3))
+    cache.close(compute(cache, chain_of(1, 2, 3, 4)))
+    cache.close(compute(cache, chain_of(5, 6)))
+    chain = chain_of(1, 2, 3, 4, 7, 8)
+    hit = cache.find(chain, 3)
+    table = cache.open(hit, 3)
+    assert tuple(table.block_ids[:2]) == hit.block_ids
+    assert len(set(table.block_ids)) == 3
+    cache.check()
+
+
+def test_a_table_that_has_no_room_takes_nothing_not_even_its_hit():
+    cache = PrefixCache(BlockPool(3))
+    cache.close(compute(cache, chain_of(1, 2)))
+    hit = cache.find(chain_of(1, 2, 3, 4), 2)
+    assert not cache.can_open(hit, 4)
+    with pytest.raises(NoFreeBlocks):
+        cache.open(hit, 4)
+    assert (cache.pool.num_cached, cache.pool.num_free) == (1, 2)
+
+
+def test_a_table_that_cannot_grow_stays_as_it_was():
+    cache = PrefixCache(BlockPool(2))
+    table = compute(cache, chain_of(1, 2))
+    with pytest.raises(NoFreeBlocks):
+        cache.grow(table, 3)
+    assert len(table.block_ids) == 1
+
+
+def test_two_sequences_that_compute_one_prefix_leave_one_cached_copy():
+    cache = PrefixCache(BlockPool(4))
+    chain = chain_of(1, 2)
+    empty = cache.find(chain, 1)
+    tables = [cache.open(empty, 1) for _ in range(2)]
+    for table in tables:
+        cache.enter(table, chain, 2)
+        cache.check()
+    for table in tables:
+        cache.close(table)
+    assert (cache.pool.num_cached, cache.pool.num_free) == (1, 3)
+
+
+def test_a_disabled_cache_keeps_nothing():
+    cache = PrefixCache(BlockPool(4), is_enabled=False)
+    cache.close(compute(cache, chain_of(1, 2, 3, 4)))
+    assert num_hits(cache, chain_of(1, 2, 3, 4)) == 0
+    assert cache.pool.num_free == 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_use_keeps_one_ledger_and_never_serves_wrong_tokens(seed: int):
+    rng = random.Random(seed)
+    cache = PrefixCache(BlockPool(10))
+    content: dict[int, tuple[int, ...]] = {}
+    open_tables: list[BlockTable] = []
+    for _ in range(200):
+        if open_tables and rng.random() < 0.5:
+            cache.close(open_tables.pop(rng.randrange(len(open_tables))))
+            continue
+        chain_class = rng.choice((HashChain, CollidingChain))
+        chain = chain_class([rng.randrange(2) for _ in range(rng.randint(1, 9))], 2, b"", "r")
+        hit = cache.find(chain, chain.num_full_blocks)
+        for index, block in enumerate(hit.block_ids):
+            assert content[block] == chain.tokens(0, 2 * (index + 1))
+        if not cache.can_open(hit, -(-len(chain) // 2)):
+            continue
+        table = cache.open(hit, -(-len(chain) // 2))
+        for index in range(len(hit.block_ids), chain.num_full_blocks):
+            content[table.block_ids[index]] = chain.tokens(0, 2 * (index + 1))
+        cache.enter(table, chain, len(chain))
+        open_tables.append(table)
+        cache.check()
+    for table in open_tables:
+        cache.close(table)
+    assert cache.pool.num_free + cache.pool.num_cached == 10

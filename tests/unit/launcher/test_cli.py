@@ -1,0 +1,149 @@
+"""The command line up to the point where a cluster or a server is needed."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import run_command
+from launcher.commands.generate import parse_ids, read_chat, set_prompt
+from launcher.commands.serve import run_until_signal
+from launcher.redis_server import free_port
+from pdserve.errors import ConfigError
+from pdserve.rpc.v1 import inference_pb2
+from pdserve.version import VERSION
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"pdserve {VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["serve"], "Missing argument"),
+        (["serve", "x", "--bogus"], "No such option: --bogus"),
+        (["serve", "x", "--port", "70000"], "Invalid value for '--port'"),
+        (["serve", "x", "--dtype", "int8"], "'float32', 'bfloat16'"),
+        (["serve", "x", "--decode", "0"], "decode must be at least 1, got 0"),
+        (["serve", "x", "--prefill", "-1"], "prefill must be at least 0, got -1"),
+        (["serve", "x", "--block-size", "24"], "block_size must be a power of two"),
+        (["serve", "x", "--kv-cache-memory", "lots"], "--kv-cache-memory must be a size"),
+        (["serve", "x", "--decode-fault", "boom=1"], "--decode-fault knows step_delay_s"),
+        (["serve", "no-such-model", "--port", "0"], "no model no-such-model"),
+        (["serve", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        (["generate"], "give exactly one of PROMPT, --messages and --prompt-ids"),
+        (["generate", "a", "--prompt-ids", "1"], "give exactly one of"),
+        (["generate", "--prompt-ids", "1,x"], "--prompt-ids must be whole numbers"),
+        (["generate", "--messages", "/nowhere.json"], "cannot read --messages /nowhere.json"),
+        (["bogus"], "No such command 'bogus'"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_status_2(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(argv) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    lines = [line for line in written.err.splitlines() if line.startswith("pdserve: ")]
+    assert len(lines) == 1
+    assert text in lines[0]
+    assert "Traceback" not in written.err
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers() -> object:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("command", ["generate", "status"])
+def test_server_that_is_not_there_is_one_line_and_status_1(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, "--address", f"127.0.0.1:{free_port('127.0.0.1')}"]
+    assert run_command([*argv, "hi"] if command == "generate" else argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pdserve: nobody serves there")
+    assert error.count("\n") == 1
+
+
+def test_variable_stands_in_for_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDSERVE_BLOCK_SIZE", "24")
+    assert run_command(["serve", "x"]) == 2
+    assert "block_size must be a power of two" in capsys.readouterr().err
+
+
+def test_chat_is_read_from_a_list_or_an_object(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hé"}]
+    for number, content in enumerate((messages, {"messages": messages})):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(content))
+        assert [(m.role, m.content) for m in read_chat(path).messages] == [("user", "hé")]
+
+
+@pytest.mark.parametrize("content", ["{", "3", "[3]", '[{"role": "user"}]', '{"other": []}'])
+def test_file_that_is_no_chat_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="--messages"):
+        read_chat(path)
+
+
+def test_prompt_ids_are_parsed() -> None:
+    assert list(parse_ids("1, 2,30").ids) == [1, 2, 30]
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "-1", "99999999999"])
+def test_what_is_no_token_id_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--prompt-ids"):
+        parse_ids(text)
+
+
+def test_empty_text_is_a_prompt_for_the_server_to_judge() -> None:
+    request = inference_pb2.GenerateRequest()
+    set_prompt(request, "", None, None)
+    assert request.WhichOneof("prompt") == "text"
+
+
+class FakeCluster:
+    """Sends itself signals while it waits, as an impatient user would."""
+
+    address = "127.0.0.1:1"
+    metrics_address = "127.0.0.1:2"
+
+    def __init__(self, num_signals: int) -> None:
+        self.num_signals = num_signals
+        self.stops: list[bool] = []
+
+    def launch(self) -> None:
+        pass
+
+    def wait_ready(self) -> bool:
+        return True
+
+    def members(self) -> tuple[object, ...]:
+        return ()
+
+    def request_stop(self, *, now: bool = False) -> None:
+        self.stops.append(now)
+
+    def wait(self) -> None:
+        for _ in range(self.num_signals):
+            signal.raise_signal(signal.SIGTERM)
+
+    def stop(self, *, now: bool = False) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("num_signals", "stops"), [(1, [False]), (2, [False, True])])
+def test_C15_first_signal_drains_and_the_second_kills(num_signals: int, stops: list[bool]) -> None:
+    cluster = FakeCluster(num_signals)
+    assert run_until_signal(cluster) == 0  # type: ignore[arg-type]
+    assert cluster.stops == stops

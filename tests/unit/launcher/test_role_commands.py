@@ -1,0 +1,80 @@
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.role_commands import (
+    Site,
+    environment_of,
+    role_command,
+    router_config,
+    worker_configs,
+)
+from pdserve.config.cluster import ClusterConfig
+from pdserve.config.engine import EngineConfig
+from pdserve.config.load import to_argv
+from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.request import Role
+
+SITE = Site(
+    name="c1",
+    host="127.0.0.1",
+    port=5000,
+    metrics_port=5001,
+    folder=Path("/models/m"),
+    redis_url="redis://:secret@127.0.0.1:6379/0",
+)
+CONFIG = ClusterConfig(
+    engine=EngineConfig(model="smollm2-135m", max_num_seqs=7),
+    num_prefill=1,
+    num_decode=2,
+    max_local_prefill_tokens=32,
+    drain_timeout_s=9.0,
+    handoff=HandoffConfig(lease_s=4.0),
+    prefill_faults=FaultConfig(frame_delay_s=1.0),
+    decode_faults=FaultConfig(reject_reservations=2),
+)
+
+
+def test_each_pool_gets_its_replicas_and_its_faults() -> None:
+    configs = worker_configs(CONFIG, SITE)
+    assert [(c.worker_id, c.role) for c in configs] == [
+        ("prefill-0", Role.PREFILL),
+        ("decode-0", Role.DECODE),
+        ("decode-1", Role.DECODE),
+    ]
+    assert [c.faults for c in configs] == [
+        CONFIG.prefill_faults,
+        CONFIG.decode_faults,
+        CONFIG.decode_faults,
+    ]
+
+
+def test_workers_get_the_clusters_settings_and_the_resolved_folder() -> None:
+    for config in worker_configs(CONFIG, SITE):
+        assert config.engine == replace(CONFIG.engine, model="/models/m")
+        assert config.handoff == CONFIG.handoff
+        assert config.cluster == "c1"
+        assert config.max_local_prefill_tokens == 32
+        assert config.drain_timeout_s == 9.0
+
+
+def test_colocated_cluster_has_decode_workers_only() -> None:
+    configs = worker_configs(replace(CONFIG, num_prefill=0), SITE)
+    assert [config.worker_id for config in configs] == ["decode-0", "decode-1"]
+
+
+def test_router_serves_the_model_under_the_name_it_was_given() -> None:
+    config = router_config(CONFIG, SITE)
+    assert config.model == "/models/m"
+    assert config.served_model_name == "smollm2-135m"
+    named = router_config(replace(CONFIG, served_model_name="mine"), SITE)
+    assert named.served_model_name == "mine"
+
+
+def test_password_of_redis_travels_in_the_environment_alone() -> None:
+    for config in (router_config(CONFIG, SITE), *worker_configs(CONFIG, SITE)):
+        assert environment_of(config)["PDSERVE_REDIS"] == SITE.redis_url
+        assert "secret" not in " ".join(to_argv(config, without=("role", "redis_url")))
+
+
+def test_each_role_has_its_own_module() -> None:
+    assert role_command("prefill-worker")[1:] == ("-m", "launcher.roles.prefill_worker")

@@ -1,0 +1,52 @@
+"""What is shipped: the folders, the version, the direction of imports."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pdserve.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES: list[str] = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+def test_every_package_that_is_named_exists() -> None:
+    # hatchling drops a misspelt entry without a word.
+    assert all((ROOT / name / "__init__.py").is_file() for name in PACKAGES)
+
+
+def test_every_package_that_exists_is_named() -> None:
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert found - {"tests"} == set(PACKAGES)
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert PROJECT["project"]["version"] == VERSION
+
+
+def test_no_package_is_called_proto() -> None:
+    assert not (ROOT / "proto" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("name", ["launcher.cli", "launcher.commands.generate"])
+def test_command_line_loads_no_torch(name: str) -> None:
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["pickle", "cloudpickle", "multiprocessing", "marshal", "shelve"])
+def test_E1_no_module_imports_a_serializer_that_runs_code(name: str) -> None:
+    offenders = [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if any(
+            line.split("#")[0].split()[:2] in (["import", name], ["from", name])
+            for line in path.read_text(encoding="utf-8").splitlines()
+        )
+    ]
+    assert offenders == []
