@@ -121,8 +121,10 @@ class Show:
             )
         self._console.print()
         self._console.print(timeline_table(results))
-        shipped = sum(g.timeline.kv_blocks_shipped for _, g in results if g.timeline is not None)
-        if shipped == 0:
+        timelines = [g.timeline for _, g in results if g.timeline is not None]
+        recomputed = sum(timeline.recomputed_tokens for timeline in timelines)
+        self._console.print(f"prompt tokens computed again on decode workers: {recomputed}")
+        if not any(timeline.kv_blocks_shipped for timeline in timelines):
             raise InternalError("no KV block went from prefill to decode")
 
     def play_kill(self) -> None:
