@@ -166,7 +166,8 @@ class DecodeEngine:
         )
         if progress.token.logprobs is not None:
             update.logprobs.append(logprobs_to_wire(progress.token.logprobs))
-        if progress.times.prefill_s is not None:
+        is_first = progress.output_index == stream.request.num_emitted
+        if is_first and progress.times.prefill_s is not None:
             update.times.CopyFrom(_local_times(progress))
         if progress.finish_reason is not None:
             update.finished.CopyFrom(_finished(stream.request, progress))
