@@ -66,7 +66,10 @@ ROUNDS = (
         DemoPrompt(label="sum", history=_ask("What is 2+2?")),
     ),
     (
-        DemoPrompt(label="lighthouse 2", history=_ask("What did the last keeper take with her?", system=_PASSAGE)),
+        DemoPrompt(
+            label="lighthouse 2",
+            history=_ask("What did the last keeper take with her?", system=_PASSAGE),
+        ),
         DemoPrompt(
             label="chat, turn 2",
             history=(
