@@ -18,6 +18,7 @@ from kv_transfer.decode_side import DecodeCounters, DecodeHandoffs
 from kv_transfer.events import FrameLanded, LinkDown
 from kv_transfer.transport import FrameReceiver
 from pdserve.cache.kv_tensors import KvTensors
+from pdserve.errors import InvalidField
 from pdserve.rank.outbox import Outbox
 from pdserve.request import Request, RequestId
 from pdserve.rpc.codec import request_from_wire
@@ -76,6 +77,10 @@ class LandingDesk:
 
     def commit(self, call_id: int, message: handoff_pb2.CommitRequest) -> None:
         """Answers now or when the last frame has landed."""
+        if len(message.first_tokens) != 1:
+            error = InvalidField("first_tokens", len(message.first_tokens), "one token")
+            self._outbox.refuse(call_id, error)
+            return
         envelope = codec.envelope_from_wire(message.envelope)
         token = codec.first_token_from_wire(message.first_tokens[0])
         self._run(self._handoffs.commit(call_id, envelope, token, message.manifest_digest))
@@ -99,7 +104,7 @@ class LandingDesk:
 
     def link_down(self, event: LinkDown) -> None:
         """Drops what a dead link had not delivered."""
-        self._run(self._handoffs.link_down(event.link.peer))
+        self._run(self._handoffs.link_down(event.link))
 
     def cancel(self, request_id: RequestId, attempt: int) -> bool:
         """Drops reservations of a request; says whether there was one."""

@@ -52,11 +52,6 @@ class Occupancy:
         self.counters = SchedulerCounters()
         self._let_go: list[LetGo] = []
 
-    @property
-    def num_let_go(self) -> int:
-        """Sequences given up that nobody has asked for yet."""
-        return len(self._let_go)
-
     def at(self, stage: Stage) -> tuple[SequenceState, ...]:
         """Returns the sequences at a stage, the oldest first."""
         return tuple(sequence for sequence in self.roster if sequence.stage is stage)

@@ -227,13 +227,10 @@ class DecodeScheduler:
 
     def plan_step(self) -> StepPlan | None:
         """Plans the next step; None if nothing can be computed. May let sequences go."""
-        num_let_go = self._occupancy.num_let_go
         slices = self._plan_running()
-        # After a preemption nothing is admitted: it would take the block that was just freed.
         slices += self._plan_prefill(
             self._config.max_num_batched_tokens - len(slices),
             self._config.max_num_seqs - len(slices),
-            may_admit=self._occupancy.num_let_go == num_let_go,
         )
         self._pace.begin_step()
         return StepPlan(slices=tuple(slices)) if slices else None
@@ -335,9 +332,7 @@ class DecodeScheduler:
                 slices.append(make_slice(sequence, 1))
         return slices
 
-    def _plan_prefill(
-        self, budget: int, max_slices: int, *, may_admit: bool
-    ) -> list[SequenceSlice]:
+    def _plan_prefill(self, budget: int, max_slices: int) -> list[SequenceSlice]:
         slices: list[SequenceSlice] = []
         for sequence in self._occupancy.computing:
             count = num_chunk_tokens(
@@ -347,7 +342,7 @@ class DecodeScheduler:
                 return slices
             slices.append(make_slice(sequence, count))
             budget -= count
-        while may_admit and self._has_free_seat() and len(slices) < max_slices:
+        while self._has_free_seat() and len(slices) < max_slices:
             count = self._admit_head(budget, may_split_tile=not slices)
             if count == 0:
                 break

@@ -1,10 +1,14 @@
-"""Turns the protocol's plain data into messages of handoff.proto and back."""
+"""Turns the hand-off's words into protobuf messages (`handoff.proto`) and back.
+
+Decoders raise ValueError on a message that lacks what the protocol needs.
+"""
 
 from collections.abc import Iterable
 
 from kv_transfer.protocol import (
     Acknowledged,
     CallFailed,
+    DecodeTarget,
     Envelope,
     FirstToken,
     Grant,
@@ -16,7 +20,7 @@ from kv_transfer.protocol import (
 from kv_transfer.transport import LinkStatus
 from pdserve.request import HandoffId, Incarnation, Request, ReservationId, WorkerId
 from pdserve.rpc.codec import request_to_wire
-from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2
+from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 
 _UNAVAILABLE = 14
 """google.rpc.Code of a peer that nobody answers for."""
@@ -30,6 +34,26 @@ _REASON_TO_WIRE = {
     RefusalReason.TOO_LARGE: handoff_pb2.Refusal.REASON_TOO_LARGE,
 }
 _REASON_FROM_WIRE = {wire: reason for reason, wire in _REASON_TO_WIRE.items()}
+
+
+def target_to_wire(target: DecodeTarget) -> worker_pb2.DecodeTarget:
+    """Encodes a decode target."""
+    return worker_pb2.DecodeTarget(
+        worker_id=target.worker_id,
+        incarnation=target.incarnation,
+        address=target.address,
+        decode_attempt=target.decode_attempt,
+    )
+
+
+def target_from_wire(wire: worker_pb2.DecodeTarget) -> DecodeTarget:
+    """Decodes a decode target."""
+    return DecodeTarget(
+        worker_id=WorkerId(wire.worker_id),
+        incarnation=Incarnation(wire.incarnation),
+        address=wire.address,
+        decode_attempt=wire.decode_attempt,
+    )
 
 
 def envelope_to_wire(envelope: Envelope) -> handoff_pb2.Envelope:
@@ -49,8 +73,7 @@ def envelope_to_wire(envelope: Envelope) -> handoff_pb2.Envelope:
 
 
 def envelope_from_wire(wire: handoff_pb2.Envelope) -> Envelope:
-    """Decodes an envelope; every field is checked by the protocol."""
-    reservation_id = ReservationId(wire.reservation_id) if wire.reservation_id else None
+    """Decodes an envelope."""
     return Envelope(
         handoff_id=HandoffId(wire.handoff_id),
         attempt=wire.attempt,
@@ -59,10 +82,94 @@ def envelope_from_wire(wire: handoff_pb2.Envelope) -> Envelope:
         prefill_incarnation=Incarnation(wire.prefill_incarnation),
         decode_worker_id=WorkerId(wire.decode_worker_id),
         decode_incarnation=Incarnation(wire.decode_incarnation),
-        reservation_id=reservation_id,
+        reservation_id=ReservationId(wire.reservation_id) if wire.reservation_id else None,
         tenant_salt_digest=wire.tenant_salt_digest,
         compatibility_digest=wire.compatibility_digest,
     )
+
+
+def first_token_to_wire(token: FirstToken) -> handoff_pb2.FirstToken:
+    """Encodes the token sampled at prefill."""
+    return handoff_pb2.FirstToken(
+        sample_index=token.sample_index, output_index=token.output_index, token_id=token.token_id
+    )
+
+
+def first_token_from_wire(wire: handoff_pb2.FirstToken) -> FirstToken:
+    """Decodes the token sampled at prefill."""
+    return FirstToken(
+        sample_index=wire.sample_index, output_index=wire.output_index, token_id=wire.token_id
+    )
+
+
+def reserve_answer_to_wire(answer: Grant | Refusal) -> handoff_pb2.ReserveResponse:
+    """Encodes the answer to a Reserve call."""
+    if isinstance(answer, Refusal):
+        refusal = handoff_pb2.Refusal(
+            reason=_REASON_TO_WIRE[answer.reason],
+            detail=answer.detail,
+            retry_after_s=answer.retry_after_s,
+        )
+        return handoff_pb2.ReserveResponse(refusal=refusal)
+    link = handoff_pb2.LinkEndpoint(
+        host=answer.link.host, port=answer.link.port, token=answer.link.token
+    )
+    grant = handoff_pb2.Grant(
+        reservation_id=answer.reservation_id,
+        num_cached_tokens=answer.num_cached_tokens,
+        manifest_digest=answer.manifest_digest,
+        link=link,
+        lease_s=answer.lease_s,
+        frame_tokens=answer.frame_tokens,
+    )
+    return handoff_pb2.ReserveResponse(grant=grant)
+
+
+def reserve_answer_from_wire(wire: handoff_pb2.ReserveResponse) -> Grant | Refusal:
+    """Decodes the answer to a Reserve call."""
+    kind = wire.WhichOneof("outcome")
+    if kind == "refusal":
+        return Refusal(
+            reason=_reason_from_wire(wire.refusal.reason),
+            detail=wire.refusal.detail,
+            retry_after_s=wire.refusal.retry_after_s,
+        )
+    if kind != "grant":
+        raise ValueError("a ReserveResponse without an outcome")
+    grant = wire.grant
+    return Grant(
+        reservation_id=ReservationId(grant.reservation_id),
+        num_cached_tokens=grant.num_cached_tokens,
+        manifest_digest=grant.manifest_digest,
+        link=LinkEndpoint(host=grant.link.host, port=grant.link.port, token=grant.link.token),
+        lease_s=grant.lease_s,
+        frame_tokens=grant.frame_tokens,
+    )
+
+
+def commit_answer_to_wire(answer: Acknowledged | HandoffAborted) -> handoff_pb2.CommitResponse:
+    """Encodes the answer to a Commit call."""
+    if isinstance(answer, Acknowledged):
+        return handoff_pb2.CommitResponse(acknowledged=handoff_pb2.Acknowledged())
+    aborted = handoff_pb2.HandoffAborted(
+        detail=answer.detail, reason=_REASON_TO_WIRE[answer.reason]
+    )
+    return handoff_pb2.CommitResponse(aborted=aborted)
+
+
+def commit_answer_from_wire(wire: handoff_pb2.CommitResponse) -> Acknowledged | HandoffAborted:
+    """Decodes the answer to a Commit call."""
+    kind = wire.WhichOneof("outcome")
+    if kind == "acknowledged":
+        return Acknowledged()
+    if kind != "aborted":
+        raise ValueError("a CommitResponse without an outcome")
+    return HandoffAborted(detail=wire.aborted.detail, reason=_reason_from_wire(wire.aborted.reason))
+
+
+def _reason_from_wire(wire: handoff_pb2.Refusal.Reason.ValueType) -> RefusalReason:
+    """Decodes a reason; one that this version does not know is as final as a stale attempt."""
+    return _REASON_FROM_WIRE.get(wire, RefusalReason.STALE)
 
 
 def reserve_to_wire(envelope: Envelope, request: Request) -> handoff_pb2.ReserveRequest:
@@ -72,94 +179,15 @@ def reserve_to_wire(envelope: Envelope, request: Request) -> handoff_pb2.Reserve
     )
 
 
-def reserve_answer_to_wire(answer: Grant | Refusal) -> handoff_pb2.ReserveResponse:
-    """Encodes a grant or a refusal."""
-    if isinstance(answer, Refusal):
-        refusal = handoff_pb2.Refusal(
-            reason=_REASON_TO_WIRE[answer.reason],
-            detail=answer.detail,
-            retry_after_s=answer.retry_after_s,
-        )
-        return handoff_pb2.ReserveResponse(refusal=refusal)
-    link = answer.link
-    grant = handoff_pb2.Grant(
-        reservation_id=answer.reservation_id,
-        num_cached_tokens=answer.num_cached_tokens,
-        manifest_digest=answer.manifest_digest,
-        link=handoff_pb2.LinkEndpoint(host=link.host, port=link.port, token=link.token),
-        lease_s=answer.lease_s,
-        frame_tokens=answer.frame_tokens,
-    )
-    return handoff_pb2.ReserveResponse(grant=grant)
-
-
-def reserve_answer_from_wire(wire: handoff_pb2.ReserveResponse) -> Grant | Refusal | CallFailed:
-    """Decodes the answer to a Reserve call; one without an outcome counts as failed."""
-    match wire.WhichOneof("outcome"):
-        case "grant":
-            grant = wire.grant
-            link = LinkEndpoint(host=grant.link.host, port=grant.link.port, token=grant.link.token)
-            return Grant(
-                reservation_id=ReservationId(grant.reservation_id),
-                num_cached_tokens=grant.num_cached_tokens,
-                manifest_digest=grant.manifest_digest,
-                link=link,
-                lease_s=grant.lease_s,
-                frame_tokens=grant.frame_tokens,
-            )
-        case "refusal":
-            return Refusal(
-                reason=_REASON_FROM_WIRE[wire.refusal.reason],
-                detail=wire.refusal.detail,
-                retry_after_s=wire.refusal.retry_after_s,
-            )
-        case _:
-            return CallFailed(detail="an answer without an outcome")
-
-
 def commit_to_wire(
     envelope: Envelope, token: FirstToken, manifest_digest: bytes
 ) -> handoff_pb2.CommitRequest:
     """Encodes a Commit call."""
-    first = handoff_pb2.FirstToken(
-        sample_index=token.sample_index,
-        output_index=token.output_index,
-        token_id=token.token_id,
-    )
     return handoff_pb2.CommitRequest(
-        envelope=envelope_to_wire(envelope), first_tokens=[first], manifest_digest=manifest_digest
+        envelope=envelope_to_wire(envelope),
+        first_tokens=[first_token_to_wire(token)],
+        manifest_digest=manifest_digest,
     )
-
-
-def first_token_from_wire(wire: handoff_pb2.FirstToken) -> FirstToken:
-    """Decodes a first token."""
-    return FirstToken(
-        token_id=wire.token_id, output_index=wire.output_index, sample_index=wire.sample_index
-    )
-
-
-def commit_answer_to_wire(answer: Acknowledged | HandoffAborted) -> handoff_pb2.CommitResponse:
-    """Encodes the end of a hand-off."""
-    if isinstance(answer, Acknowledged):
-        return handoff_pb2.CommitResponse(acknowledged=handoff_pb2.Acknowledged())
-    aborted = handoff_pb2.HandoffAborted(
-        detail=answer.detail, reason=_REASON_TO_WIRE[answer.reason]
-    )
-    return handoff_pb2.CommitResponse(aborted=aborted)
-
-
-def commit_answer_from_wire(
-    wire: handoff_pb2.CommitResponse,
-) -> Acknowledged | HandoffAborted | CallFailed:
-    """Decodes the end of a hand-off; an answer without an outcome counts as failed."""
-    match wire.WhichOneof("outcome"):
-        case "acknowledged":
-            return Acknowledged()
-        case "aborted":
-            reason = _REASON_FROM_WIRE[wire.aborted.reason]
-            return HandoffAborted(detail=wire.aborted.detail, reason=reason)
-        case _:
-            return CallFailed(detail="an answer without an outcome")
 
 
 def call_failed_from_wire(wire: rank_pb2.RankError) -> CallFailed:

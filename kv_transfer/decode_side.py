@@ -11,7 +11,7 @@ from kv_transfer.decode_actions import (
     Scatter,
     Start,
 )
-from kv_transfer.events import FrameLanded
+from kv_transfer.events import FrameLanded, LinkId
 from kv_transfer.fences import Fences
 from kv_transfer.plan import make_manifest
 from kv_transfer.protocol import (
@@ -101,6 +101,8 @@ class DecodeHandoffs:
         self._reservations: dict[ReservationId, Reservation] = {}
         self._by_handoff: dict[HandoffId, ReservationId] = {}
         self._peers: dict[WorkerId, Incarnation] = {}
+        self._epochs: dict[Incarnation, int] = {}
+        """Of the latest link over which each peer's frames came."""
         self._fences = Fences(keep_s=6 * max(config.lease_s, config.frame_timeout_s))
 
     @property
@@ -146,6 +148,10 @@ class DecodeHandoffs:
                 self._reject(landed, detail),
                 *self._abort(entry, RefusalReason.INCOMPATIBLE, detail),
             ]
+        entry.link = landed.link
+        self._epochs[landed.link.peer] = max(
+            landed.link.epoch, self._epochs.get(landed.link.peer, 0)
+        )
         entry.landed.add(landed.frame_index)
         entry.scattering.add(landed.frame_index)
         entry.expires_at_s = self._clock.now() + self._config.lease_s
@@ -226,11 +232,15 @@ class DecodeHandoffs:
         """Extends leases; answers for each whether it still holds a reservation."""
         return tuple(self._renew(envelope) for envelope in envelopes)
 
-    def link_down(self, peer: Incarnation) -> list[DecodeAction]:
-        """Drops what a peer has not fully sent; landed hand-offs wait for their commit."""
+    def link_down(self, link: LinkId) -> list[DecodeAction]:
+        """Drops what has not fully come over a link; landed hand-offs wait for their commit."""
         actions: list[DecodeAction] = []
+        is_latest = link.epoch >= self._epochs.get(link.peer, 0)
         for entry in list(self._reservations.values()):
-            if entry.envelope.prefill_incarnation == peer and not entry.has_all_frames:
+            if entry.envelope.prefill_incarnation != link.peer or entry.has_all_frames:
+                continue
+            # Without frames there is no telling which link was meant, but the peer's latest.
+            if entry.link == link or (entry.link is None and is_latest):
                 actions += self._abort(entry, RefusalReason.STALE, "link down")
         return actions
 
@@ -268,6 +278,9 @@ class DecodeHandoffs:
         worker_id, incarnation = envelope.prefill_worker_id, envelope.prefill_incarnation
         if self._peers.get(worker_id) == incarnation:
             return []
+        old = self._peers.get(worker_id)
+        if old is not None:
+            self._epochs.pop(old, None)
         self._peers[worker_id] = incarnation
         actions: list[DecodeAction] = []
         for entry in list(self._reservations.values()):

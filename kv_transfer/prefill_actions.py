@@ -1,4 +1,4 @@
-"""What a prefill hand-off asks its worker to do."""
+"""The rungs of a prefill hand-off, and what it asks its worker to do."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,6 +6,29 @@ from enum import Enum
 from kv_transfer.plan import Frame
 from kv_transfer.protocol import DecodeTarget, Envelope, FirstToken, LinkEndpoint
 from pdserve.request import ReservationId
+
+
+class PrefillStage(Enum):
+    """The rungs of the hand-off ladder."""
+
+    UNPLACED = "unplaced"
+    RESERVING = "reserving"
+    SENDING = "sending"
+    COMMITTED = "committed"
+    HANDED_OFF = "handed_off"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    RETURNED = "returned"
+
+
+TERMINAL_STAGES = frozenset(
+    {
+        PrefillStage.HANDED_OFF,
+        PrefillStage.FINISHED,
+        PrefillStage.CANCELLED,
+        PrefillStage.RETURNED,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,11 @@
 """The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
 
-from enum import Enum
-
 from kv_transfer.plan import Manifest, make_manifest
 from kv_transfer.prefill_actions import (
+    TERMINAL_STAGES,
     DropFrames,
     PrefillAction,
+    PrefillStage,
     PushFrame,
     ReleaseBlocks,
     ReportHandedOff,
@@ -28,7 +28,7 @@ from kv_transfer.protocol import (
     Identity,
     Refusal,
     RefusalReason,
-    salt_digest,
+    make_envelope,
 )
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
@@ -36,31 +36,8 @@ from pdserve.request import Request, ReservationId
 from pdserve.timeline import Clock
 
 RENEWALS_PER_LEASE = 3
-LANDING_FRAME_TIMEOUTS = 3
+LANDING_FRAME_TIMEOUTS = 2
 """Without any progress for this many frame time-outs, a hand-off is given up."""
-
-
-class PrefillStage(Enum):
-    """The rungs of the hand-off ladder."""
-
-    UNPLACED = "unplaced"
-    RESERVING = "reserving"
-    SENDING = "sending"
-    COMMITTED = "committed"
-    HANDED_OFF = "handed_off"
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    RETURNED = "returned"
-
-
-_TERMINAL = frozenset(
-    {
-        PrefillStage.HANDED_OFF,
-        PrefillStage.FINISHED,
-        PrefillStage.CANCELLED,
-        PrefillStage.RETURNED,
-    }
-)
 
 
 class PrefillHandoff:
@@ -87,7 +64,6 @@ class PrefillHandoff:
         self._geometry = geometry
         self._config = config
         self._clock = clock
-        self._salt_digest = salt_digest(request.tenant_salt)
         self._target: DecodeTarget | None = None
         self._grant: Grant | None = None
         self._manifest: Manifest | None = None
@@ -105,7 +81,7 @@ class PrefillHandoff:
     @property
     def is_done(self) -> bool:
         """True once `ReleaseBlocks` has been emitted."""
-        return self.stage in _TERMINAL
+        return self.stage in TERMINAL_STAGES
 
     @property
     def is_settled(self) -> bool:
@@ -376,9 +352,9 @@ class PrefillHandoff:
         ]
 
     def _expire_hold(self, now: float) -> list[PrefillAction]:
-        if self._unplaced_at_s is None or self._token is None:
+        if self._token is None:
             return []
-        held_since_s = max(self._unplaced_at_s, self._token_at_s)
+        held_since_s = max(self._unplaced_at_s or self._token_at_s, self._token_at_s)
         if now - held_since_s <= self._config.hold_s:
             return []
         return self._return(ReturnReason.PLACEMENT_TIMEOUT, "no decode worker was found in time")
@@ -409,15 +385,4 @@ class PrefillHandoff:
         )
 
     def _envelope(self, target: DecodeTarget, reservation_id: ReservationId | None) -> Envelope:
-        return Envelope(
-            handoff_id=self.request.handoff_id,
-            attempt=self.request.attempt,
-            decode_attempt=target.decode_attempt,
-            prefill_worker_id=self._me.worker_id,
-            prefill_incarnation=self._me.incarnation,
-            decode_worker_id=target.worker_id,
-            decode_incarnation=target.incarnation,
-            reservation_id=reservation_id,
-            tenant_salt_digest=self._salt_digest,
-            compatibility_digest=self._me.compatibility_digest,
-        )
+        return make_envelope(self._me, self.request, target, reservation_id)

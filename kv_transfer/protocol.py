@@ -192,3 +192,21 @@ class BlockReserver(Protocol):
 def salt_digest(tenant_salt: bytes) -> bytes:
     """Returns the digest under which a tenant's salt travels in envelopes."""
     return hashlib.sha256(b"pdserve.tenant_salt\x00" + tenant_salt).digest()
+
+
+def make_envelope(
+    me: Identity, request: Request, target: DecodeTarget, reservation_id: ReservationId | None
+) -> Envelope:
+    """Addresses one attempt of a request from a prefill worker to a decode worker."""
+    return Envelope(
+        handoff_id=request.handoff_id,
+        attempt=request.attempt,
+        decode_attempt=target.decode_attempt,
+        prefill_worker_id=me.worker_id,
+        prefill_incarnation=me.incarnation,
+        decode_worker_id=target.worker_id,
+        decode_incarnation=target.incarnation,
+        reservation_id=reservation_id,
+        tenant_salt_digest=salt_digest(request.tenant_salt),
+        compatibility_digest=me.compatibility_digest,
+    )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kv_transfer.events import FrameLanded
+from kv_transfer.events import FrameLanded, LinkId
 from kv_transfer.plan import Manifest
 from kv_transfer.protocol import Envelope, FirstToken, Grant
 from pdserve.request import Request, ReservationId
@@ -22,6 +22,8 @@ class Reservation:
     """Frames that were accepted."""
     scattering: set[int] = field(default_factory=set)
     """Accepted frames whose copy into the blocks is not confirmed."""
+    link: LinkId | None = None
+    """Over which the latest frame came."""
     first_token: FirstToken | None = None
     waiting_calls: list[int] = field(default_factory=list)
     """Commit calls to answer."""

@@ -1,21 +1,13 @@
 """The sending end of links: one per decode worker's life, made on first use."""
 
-from dataclasses import dataclass
-
 from kv_transfer.events import Post
+from kv_transfer.faults import FrameFaults
+from kv_transfer.sending_link import SenderIdentity, SendingLink
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.config.worker import FaultConfig, HandoffConfig
-from pdserve.request import Incarnation, ReservationId, WorkerId
+from pdserve.request import Incarnation, ReservationId
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SenderIdentity:
-    """Who sends."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    host: str
-    """Local address of the links."""
+MAX_KNOWN_PEERS = 4096
 
 
 class LinkPool:
@@ -34,24 +26,72 @@ class LinkPool:
         max_links: int = 64,
     ) -> None:
         """Starts without links."""
-        raise NotImplementedError
+        self._me = me
+        self._config = config
+        self._post = post
+        self._faults = FrameFaults(faults or FaultConfig())
+        self._max_links = max_links
+        self._links: dict[Incarnation, SendingLink] = {}
+        """Least recently used first."""
+        self._parting: list[SendingLink] = []
+        self._epochs: dict[Incarnation, int] = {}
 
     def has_room(self, peer: Incarnation) -> bool:
         """Says whether a frame for this peer may be packed and pushed now."""
-        raise NotImplementedError
+        link = self._links.get(peer)
+        return link is None or link.has_ended or link.has_room
 
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
-        raise NotImplementedError
+        link = self._links.pop(peer.incarnation, None)
+        if link is None or not link.push(frame):
+            if link is not None:
+                self._parting.append(link)
+            link = self._make_link(peer)
+            link.push(frame)
+            link.start()
+        self._links[peer.incarnation] = link
 
     def cancel(self, reservation_id: ReservationId) -> None:
         """Drops queued frames of a reservation, silently; one on the wire is sent to its end."""
-        raise NotImplementedError
+        for link in self._links.values():
+            link.cancel(reservation_id)
 
     def links(self) -> tuple[LinkStatus, ...]:
         """Lists live links."""
-        raise NotImplementedError
+        statuses = (link.status() for link in self._links.values())
+        return tuple(status for status in statuses if status is not None)
 
     def close(self) -> None:
         """Says goodbye on every link and frees all threads, sockets and memory."""
-        raise NotImplementedError
+        parting = [*self._parting, *self._links.values()]
+        for link in parting:
+            link.end("this worker closes", is_orderly=True)
+        for link in parting:
+            link.join(self._config.frame_timeout_s)
+        self._links.clear()
+        self._parting.clear()
+
+    def _make_link(self, peer: LinkPeer) -> SendingLink:
+        self._parting = [link for link in self._parting if link.is_running]
+        self._make_room()
+        epoch = self._epochs.pop(peer.incarnation, 0) + 1
+        self._epochs[peer.incarnation] = epoch
+        if len(self._epochs) > MAX_KNOWN_PEERS:
+            del self._epochs[next(iter(self._epochs))]
+        return SendingLink(
+            me=self._me,
+            peer=peer,
+            epoch=epoch,
+            config=self._config,
+            faults=self._faults,
+            post=self._post,
+        )
+
+    def _make_room(self) -> None:
+        """Parts from dead links, then from idle ones, the least recently used first."""
+        for peer, link in list(self._links.items()):
+            is_over = len(self._links) >= self._max_links
+            if link.has_ended or (is_over and link.is_idle):
+                link.end("made room for another link", is_orderly=True)
+                self._parting.append(self._links.pop(peer))

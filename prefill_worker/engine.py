@@ -2,14 +2,15 @@
 
 import time
 
+from kv_transfer import codec
 from kv_transfer.events import FrameSent, LinkDown
-from kv_transfer.protocol import DecodeTarget, FirstToken
+from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.tombstones import Tombstones
-from pdserve.request import Incarnation, Request, RequestId, WorkerId
+from pdserve.request import Request, RequestId
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
 from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2
 from pdserve.timeline import Clock
@@ -94,11 +95,11 @@ class PrefillEngine:
         self._tombstones.check(request)
         self._desk.drop_older(request)
         self._scheduler.submit(request)
-        self._desk.open(request, target_from_wire(message.decode))
+        self._desk.open(request, codec.target_from_wire(message.decode))
 
     def _place(self, message: worker_pb2.PlaceDecodeRequest) -> None:
         request_id = RequestId(message.request_id)
-        self._desk.place(request_id, message.attempt, target_from_wire(message.decode))
+        self._desk.place(request_id, message.attempt, codec.target_from_wire(message.decode))
 
     def _cancel(self, message: worker_pb2.CancelRequest) -> bool:
         request_id = RequestId(message.request_id)
@@ -204,16 +205,6 @@ class PrefillEngine:
             ),
             is_drained=self._is_draining and not ledger.sequences and self._desk.is_idle,
         )
-
-
-def target_from_wire(wire: worker_pb2.DecodeTarget) -> DecodeTarget:
-    """Decodes the router's choice."""
-    return DecodeTarget(
-        worker_id=WorkerId(wire.worker_id),
-        incarnation=Incarnation(wire.incarnation),
-        address=wire.address,
-        decode_attempt=wire.decode_attempt,
-    )
 
 
 def finished_with(request: Request, progress: PrefillProgress) -> worker_pb2.Finished:

@@ -22,7 +22,16 @@ from kv_transfer.prefill_actions import (
     SendReserve,
 )
 from kv_transfer.prefill_side import PrefillHandoff
-from kv_transfer.protocol import CallFailed, DecodeTarget, FirstToken, Grant, Identity, Refusal
+from kv_transfer.protocol import (
+    Acknowledged,
+    CallFailed,
+    DecodeTarget,
+    FirstToken,
+    Grant,
+    HandoffAborted,
+    Identity,
+    Refusal,
+)
 from kv_transfer.transport import FrameSender, LinkPeer, OutgoingFrame
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
@@ -209,26 +218,20 @@ class HandoffDesk:
     def peer_replied(self, call_id: int, reply: rank_pb2.PeerReply) -> None:
         """Takes a decode worker's answer."""
         call = self._calls.pop(call_id)
-        failed = codec.call_failed_from_wire(reply.error) if reply.HasField("error") else None
         handoff = call.handoff
         match call.action:
             case SendReserve(target=target):
-                granted = failed or codec.reserve_answer_from_wire(reply.reserve)
-                self._count_reserve(granted)
-                self._run(handoff, handoff.reserve_answered(target, granted))
+                answer = _reserve_answer(reply)
+                self.totals.refused += isinstance(answer, Refusal)
+                self._run(handoff, handoff.reserve_answered(target, answer))
             case SendCommit(target=target):
-                landed = failed or codec.commit_answer_from_wire(reply.commit)
-                self._run(handoff, handoff.commit_answered(target, landed))
+                self._run(handoff, handoff.commit_answered(target, _commit_answer(reply)))
             case SendRenew(target=target):
-                if failed is None:
+                if reply.HasField("renew"):
                     is_alive = all(reply.renew.is_alive)
                     self._run(handoff, handoff.renewed(target, is_alive=is_alive))
             case None:
                 pass  # an abort: the lease covers a lost one
-
-    def _count_reserve(self, answer: Grant | Refusal | CallFailed) -> None:
-        if isinstance(answer, Refusal):
-            self.totals.refused += 1
 
     def _run(self, handoff: PrefillHandoff, actions: Sequence[PrefillAction]) -> None:
         for action in actions:
@@ -371,3 +374,21 @@ class HandoffDesk:
     def close(self) -> None:
         """Closes every link."""
         self._links.close()
+
+
+def _reserve_answer(reply: rank_pb2.PeerReply) -> Grant | Refusal | CallFailed:
+    if reply.HasField("error"):
+        return codec.call_failed_from_wire(reply.error)
+    try:
+        return codec.reserve_answer_from_wire(reply.reserve)
+    except ValueError as error:
+        return CallFailed(detail=str(error))
+
+
+def _commit_answer(reply: rank_pb2.PeerReply) -> Acknowledged | HandoffAborted | CallFailed:
+    if reply.HasField("error"):
+        return codec.call_failed_from_wire(reply.error)
+    try:
+        return codec.commit_answer_from_wire(reply.commit)
+    except ValueError as error:
+        return CallFailed(detail=str(error))

@@ -3,7 +3,8 @@
 import sys
 
 from kv_transfer.protocol import Identity
-from kv_transfer.sender import LinkPool, SenderIdentity
+from kv_transfer.sender import LinkPool
+from kv_transfer.sending_link import SenderIdentity
 from kv_transfer.transport import FrameSender
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import WorkerId

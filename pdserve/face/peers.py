@@ -6,7 +6,7 @@ from typing import TypeVar
 import grpc
 
 from pdserve.errors import PdserveError
-from pdserve.face.rank_errors import error_to_wire
+from pdserve.rpc.codec import error_to_wire
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.status import error_from_rpc
 from pdserve.rpc.v1 import handoff_pb2_grpc, rank_pb2

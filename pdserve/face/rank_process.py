@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pdserve.config.wire import worker_config_to_json
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, DeadlineExceeded, PdserveError, WorkerLost
-from pdserve.face.rank_errors import error_from_wire
 from pdserve.process import ChildProcess, spawn
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, make_pair
+from pdserve.rpc.status import error_from_parts
 from pdserve.rpc.v1 import rank_pb2
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,10 @@ class RankProcess:
         finally:
             self._calls.pop(message.call_id, None)
         if reply.WhichOneof("reply") == "error":
-            raise error_from_wire(reply.error)
+            wire = reply.error
+            raise error_from_parts(
+                code=wire.code, reason=wire.reason, message=wire.message, field=wire.field
+            )
         return reply
 
     async def send(self, message: rank_pb2.ToRank) -> None:

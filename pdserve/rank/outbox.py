@@ -1,9 +1,9 @@
 """What the engine thread sends to its face: replies at once, token updates once per turn."""
 
 from pdserve.errors import PdserveError
-from pdserve.face.rank_errors import error_to_wire
 from pdserve.request import FrontId
 from pdserve.rpc.channel import BlockingChannel
+from pdserve.rpc.codec import error_to_wire
 from pdserve.rpc.v1 import rank_pb2, worker_pb2
 
 

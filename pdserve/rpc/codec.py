@@ -1,5 +1,6 @@
 """Turns protobuf messages into the plain data of `request.py` and back."""
 
+from pdserve.errors import InvalidField, PdserveError
 from pdserve.request import (
     FinishReason,
     FrontId,
@@ -9,7 +10,7 @@ from pdserve.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from pdserve.rpc.v1 import types_pb2
+from pdserve.rpc.v1 import rank_pb2, types_pb2
 
 _REASON_TO_WIRE = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -104,4 +105,12 @@ def logprobs_to_wire(logprobs: TokenLogprobs) -> types_pb2.TokenLogprob:
         token_id=logprobs.token_id,
         logprob=logprobs.logprob,
         top=[types_pb2.TopLogprob(token_id=i, logprob=p) for i, p in logprobs.top],
+    )
+
+
+def error_to_wire(error: PdserveError) -> rank_pb2.RankError:
+    """Encodes an error that crosses the socket between face and rank."""
+    field = error.field if isinstance(error, InvalidField) else ""
+    return rank_pb2.RankError(
+        code=error.grpc_code, reason=error.reason, message=str(error), field=field
     )

@@ -1,0 +1,119 @@
+"""The small socket beside each link: length-prefixed `LinkNotice` messages, nothing else.
+
+A peer is not trusted before its first notice carried the listener's token: sizes are capped before
+anything is read, and bytes that are no notice end the connection.
+"""
+
+import select
+import socket
+import struct
+from contextlib import suppress
+
+from google.protobuf.message import DecodeError
+
+from pdserve.rpc.v1 import link_pb2
+
+MAX_NOTICE_BYTES = 4096
+_LENGTH = struct.Struct("!I")
+
+
+class LinkBroken(Exception):
+    """The peer is gone, silent for too long, or does not keep to the protocol."""
+
+
+class NoticeChannel:
+    """Sends and receives notices on a connected stream socket. One thread at a time each way."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes the socket over."""
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._buffer = bytearray()
+
+    def send(self, notice: link_pb2.LinkNotice, timeout_s: float) -> None:
+        """Writes one notice.
+
+        Raises:
+            LinkBroken: the peer is gone, or takes nothing for `timeout_s`.
+        """
+        payload = notice.SerializeToString()
+        rest = memoryview(_LENGTH.pack(len(payload)) + payload)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, timeout_s):
+                    raise LinkBroken("the notice socket is stuck") from None
+            except OSError as error:
+                raise LinkBroken(f"the notice socket broke: {error}") from error
+
+    def receive(self, timeout_s: float | None) -> link_pb2.LinkNotice | None:
+        """Reads one notice; None when none has come in `timeout_s` (None waits for ever).
+
+        Raises:
+            LinkBroken: end of stream, or bytes that are no notice.
+        """
+        while True:
+            notice = self._take()
+            if notice is not None:
+                return notice
+            if not self._wait(select.POLLIN, timeout_s):
+                return None
+            try:
+                piece = self._socket.recv(MAX_NOTICE_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise LinkBroken(f"the notice socket broke: {error}") from error
+            if not piece:
+                raise LinkBroken("the peer closed the notice socket")
+            self._buffer += piece
+
+    def expect(self, kind: str, timeout_s: float) -> link_pb2.LinkNotice:
+        """Reads one notice, which must be of the named kind.
+
+        Raises:
+            LinkBroken: another one came, or none in time.
+        """
+        notice = self.receive(timeout_s)
+        if notice is None:
+            raise LinkBroken(f"no {kind} within {timeout_s} s")
+        if notice.WhichOneof("notice") != kind:
+            raise LinkBroken(f"{notice.WhichOneof('notice')} came instead of {kind}")
+        return notice
+
+    def shut(self, *, may_still_send: bool = False) -> None:
+        """Wakes a thread in `receive` with an end of stream; callable from any thread."""
+        with suppress(OSError):  # it was shut already, or the peer is gone
+            self._socket.shutdown(socket.SHUT_RD if may_still_send else socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Frees the socket; no other thread may use the channel any more."""
+        self._socket.close()
+
+    def _wait(self, event: int, timeout_s: float | None) -> bool:
+        # poll, not select: a busy worker may hold descriptors above 1023.
+        poller = select.poll()
+        poller.register(self._socket, event)
+        return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def _take(self) -> link_pb2.LinkNotice | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_NOTICE_BYTES:
+            raise LinkBroken(f"a notice of {length} bytes, at most {MAX_NOTICE_BYTES} are allowed")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        try:
+            notice = link_pb2.LinkNotice.FromString(payload)
+        except DecodeError as error:
+            raise LinkBroken("bytes that are no notice") from error
+        if notice.WhichOneof("notice") is None:
+            raise LinkBroken("an empty notice")
+        return notice

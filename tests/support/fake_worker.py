@@ -1,0 +1,452 @@
+"""Prefill and decode workers without a model, over real gRPC, with scripted faults.
+
+The next token is a pure function of all tokens before it, so whatever dies, a request that is
+continued rightly ends with `expected_tokens`. Tokens leave through the faces' own streams, so
+resuming is the real thing; the hand-off itself is one call from a prefill to a decode object.
+"""
+
+import asyncio
+import zlib
+from array import array
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdserve.errors import NoWorker, Overloaded, PdserveError, StaleAttempt
+from pdserve.face.streams import FrontStreams
+from pdserve.face.token_log import TokenLog
+from pdserve.registry.base import Registry, WorkerRecord
+from pdserve.request import FrontId, Incarnation, RequestId, Role, WorkerId
+from pdserve.rpc.server import RpcServer, make_server
+from pdserve.rpc.status import abort_with
+from pdserve.rpc.v1 import inference_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.timeline import MonotonicClock
+from router.policy import WorkerKey
+
+FIRST_PLAIN_ID = 3
+VOCAB_SIZE = 384
+Returned = worker_pb2.Returned
+
+
+def next_token(history: Sequence[int]) -> int:
+    """Returns the token after a history; never a special one."""
+    digest = zlib.crc32(array("I", history).tobytes())
+    return FIRST_PLAIN_ID + digest % (VOCAB_SIZE - FIRST_PLAIN_ID)
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """Returns what an undisturbed run makes."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+@dataclass
+class Script:
+    """Faults of one worker. Indexes are output indexes; each fault happens once."""
+
+    die_before: int | None = None
+    """Dies when it is about to make this token."""
+    die_after: int | None = None
+    """Dies right after this token went to the stream."""
+    freeze_before: int | None = None
+    """Says nothing any more, sockets stay open."""
+    break_stream_before: int | None = None
+    """The stream breaks, the worker lives on."""
+    return_before: int | None = None
+    return_reason: "worker_pb2.Returned.Reason.ValueType" = Returned.REASON_PREEMPTED
+    fail_before: int | None = None
+    refuse_submits: int = 0
+    refuse_reservations: int = 0
+    die_in_submit: bool = False
+    """Takes the request and dies before it answers."""
+    hang_in_submit: bool = False
+    """Takes the request, works on it, and never answers the call."""
+    refusal: PdserveError = field(default_factory=lambda: Overloaded("full", 0.02))
+    repeat_updates: bool = False
+    hold_first_token_s: float = 0.0
+    """Prefill's token leaves this much later than the hand-off."""
+    token_delay_s: float = 0.0
+    is_draining: bool = False
+
+
+@dataclass
+class _Held:
+    """A request on a worker."""
+
+    spec: types_pb2.RequestSpec
+    decode_attempt: int
+    task: asyncio.Task[None] | None = None
+
+
+class FakeNetwork:
+    """Lets prefill fakes reach decode fakes, and remembers what happened."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.workers: dict[WorkerKey, FakeWorker] = {}
+        self.submits: list[tuple[str, str, int]] = []
+        """(worker, request, attempt)."""
+        self.cancels: list[tuple[str, str, int]] = []
+
+    def decode(self, target: worker_pb2.DecodeTarget) -> "FakeWorker | None":
+        key = WorkerKey(
+            worker_id=WorkerId(target.worker_id), incarnation=Incarnation(target.incarnation)
+        )
+        worker = self.workers.get(key)
+        return worker if worker is not None and worker.is_alive else None
+
+    async def start(
+        self, worker_id: str, role: Role, script: Script | None = None, **over: object
+    ) -> "FakeWorker":
+        worker = FakeWorker(self, worker_id, role, script or Script(), **over)
+        await worker.start()
+        self.workers[worker.key] = worker
+        return worker
+
+    def held(self) -> dict[str, list[str]]:
+        """Returns what living workers hold; empty lists are left out."""
+        return {
+            worker.worker_id: sorted(worker.held)
+            for worker in self.workers.values()
+            if worker.is_alive and worker.held
+        }
+
+    async def stop(self) -> None:
+        for worker in self.workers.values():
+            await worker.die()
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """One replica of a pool."""
+
+    def __init__(
+        self,
+        network: FakeNetwork,
+        worker_id: str,
+        role: Role,
+        script: Script,
+        *,
+        digest: bytes = b"same",
+        total_blocks: int = 100_000,
+        incarnation: int | None = None,
+        port: int = 0,
+    ) -> None:
+        self.network = network
+        self.worker_id = worker_id
+        self.role = role
+        self.script = script
+        self.digest = digest
+        self.total_blocks = total_blocks
+        number = incarnation if incarnation is not None else zlib.crc32(worker_id.encode())
+        self.incarnation = Incarnation(number)
+        self.key = WorkerKey(worker_id=WorkerId(worker_id), incarnation=self.incarnation)
+        self.held: dict[str, _Held] = {}
+        self.fenced: dict[str, int] = {}
+        self.is_alive = False
+        self.is_frozen = False
+        self.num_streams = 0
+        self.specs: list[types_pb2.RequestSpec] = []
+        self._port = port
+        self._clock = MonotonicClock()
+        self._log = TokenLog(self._clock)
+        self._streams = FrontStreams(self._log, self.incarnation, self._clock, self._load)
+        self._server: RpcServer | None = None
+        self._stream_breaks: list[asyncio.Event] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._server = make_server()
+        self._port = self._server.bind("127.0.0.1", self._port)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc_server)
+        await self._server.start()
+        self.is_alive = True
+        await self.register()
+
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=WorkerId(self.worker_id),
+            role=self.role,
+            incarnation=self.incarnation,
+            address=f"127.0.0.1:{self._port}",
+            metrics_address="",
+            state="draining" if self.script.is_draining else "ready",
+            compatibility_digest=self.digest,
+            geometry="",
+            model="tiny",
+            max_model_len=4096,
+            total_blocks=self.total_blocks,
+            block_size=16,
+            face_pid=1000,
+            rank_pids=(1001,),
+        )
+
+    async def register(self) -> None:
+        await self.network.registry.register(self.record(), lease_s=3600)
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    async def die(self) -> None:
+        """Ends at once, sockets and all; the registry does not hear of it."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        for task in list(self._tasks):
+            if task is not asyncio.current_task():
+                task.cancel()
+        assert self._server is not None
+        await self._server.stop()
+
+    def break_streams(self) -> None:
+        """Cuts all token streams; everything else goes on."""
+        for event in self._stream_breaks:
+            event.set()
+
+    def _load(self) -> tuple[types_pb2.WorkerLoad, bool]:
+        return types_pb2.WorkerLoad(num_running=len(self.held)), self.script.is_draining
+
+    async def Submit(
+        self, request: worker_pb2.SubmitRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SubmitResponse:
+        spec = request.request
+        self.network.submits.append((self.worker_id, spec.request_id, spec.attempt))
+        self.specs.append(spec)
+        if self.is_frozen:
+            await asyncio.Event().wait()
+        if self.script.refuse_submits > 0:
+            self.script.refuse_submits -= 1
+            await abort_with(context, self.script.refusal)
+        if self.script.is_draining:
+            await abort_with(context, NoWorker("draining"))
+        if self.fenced.get(spec.request_id, 0) >= spec.attempt:
+            await abort_with(context, StaleAttempt("fenced"))
+        if request.incarnation != self.incarnation:
+            await abort_with(context, StaleAttempt("another incarnation"))
+        target = request.decode if request.HasField("decode") else None
+        if self.script.die_in_submit:
+            self.script.die_in_submit = False
+            await self.die()
+        held = _Held(spec, 0)
+        self._drop(spec.request_id)
+        self.held[spec.request_id] = held
+        held.task = self._spawn(self._prefill(held, target) if target else self._decode(held))
+        if self.script.hang_in_submit:
+            self.script.hang_in_submit = False
+            await asyncio.Event().wait()
+        return worker_pb2.SubmitResponse()
+
+    async def PlaceDecode(
+        self, request: worker_pb2.PlaceDecodeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.PlaceDecodeResponse:
+        held = self.held.get(request.request_id)
+        if held is None or held.spec.attempt != request.attempt:
+            await abort_with(context, StaleAttempt("not held"))
+        assert held is not None
+        held.task = self._spawn(self._hand_off(held, request.decode))
+        return worker_pb2.PlaceDecodeResponse()
+
+    async def Cancel(
+        self, request: worker_pb2.CancelRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.CancelResponse:
+        if self.is_frozen:
+            await asyncio.Event().wait()
+        self.network.cancels.append((self.worker_id, request.request_id, request.attempt))
+        fenced = max(self.fenced.get(request.request_id, 0), request.attempt)
+        self.fenced[request.request_id] = fenced
+        held = self.held.get(request.request_id)
+        was_known = held is not None and held.spec.attempt <= request.attempt
+        if was_known:
+            self._drop(request.request_id)
+        self._log.forget(RequestId(request.request_id), request.attempt)
+        return worker_pb2.CancelResponse(was_known=was_known)
+
+    async def Stream(
+        self, request: worker_pb2.StreamRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.StreamBatch]:
+        self.num_streams += 1
+        broken = asyncio.Event()
+        self._stream_breaks.append(broken)
+        async for batch in self._streams.serve(request):
+            if broken.is_set():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+            if self.is_frozen:
+                await asyncio.Event().wait()
+            yield batch
+            if self.script.repeat_updates and batch.updates:
+                yield batch
+
+    async def GetStatus(
+        self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetStatusResponse:
+        if self.is_frozen:
+            await asyncio.Event().wait()
+        info = inference_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            role=self.role,
+            incarnation=self.incarnation,
+            state="ready",
+            face_pid=1000,
+            rank_pids=[1001],
+            ledger=types_pb2.Ledger(sequences=len(self.held)),
+            links=[inference_pb2.LinkInfo(peer_worker_id="other", transport="fake")],
+        )
+        return worker_pb2.GetStatusResponse(worker=info)
+
+    async def _prefill(self, held: _Held, target: worker_pb2.DecodeTarget) -> None:
+        spec = held.spec
+        index = len(spec.token_ids) - spec.num_prompt_tokens
+        if not await self._survive(index, held):
+            return
+        token = next_token(spec.token_ids)
+        update = self._update(held, index, [token])
+        update.times.CopyFrom(
+            worker_pb2.StageTimes(queue_s=0.001, prefill_s=0.01, cached_tokens=16)
+        )
+        is_last = index + 1 >= spec.sampling.max_tokens
+        if is_last:
+            update.finished.reason = types_pb2.FINISH_REASON_LENGTH
+            self.held.pop(spec.request_id, None)
+        if self.script.hold_first_token_s and not is_last:
+            self._spawn(self._publish_later(held, update))
+        else:
+            self._publish(held, update)
+        await self._die_if(self.script.die_after == index)
+        if not is_last:
+            await self._hand_off(held, target)
+
+    async def _publish_later(self, held: _Held, update: worker_pb2.SequenceUpdate) -> None:
+        await asyncio.sleep(self.script.hold_first_token_s)
+        self._publish(held, update)
+
+    async def _hand_off(self, held: _Held, target: worker_pb2.DecodeTarget) -> None:
+        spec = held.spec
+        decode = self.network.decode(target)
+        index = len(spec.token_ids) - spec.num_prompt_tokens
+        if decode is None or not decode.accept(spec, target.decode_attempt):
+            update = self._update(held, index + 1, [])
+            update.needs_placement.CopyFrom(
+                worker_pb2.NeedsPlacement(
+                    detail="refused",
+                    decode_attempt=target.decode_attempt,
+                    hold_s=5.0,
+                    retry_after_s=None if decode is None else 0.02,
+                )
+            )
+            self._publish(held, update)
+            return
+        self.held.pop(spec.request_id, None)
+        update = self._update(held, index + 1, [])
+        update.times.CopyFrom(
+            worker_pb2.StageTimes(handoff_s=0.002, kv_blocks_shipped=4, kv_bytes_shipped=4096)
+        )
+        update.handed_off.decode_attempt = target.decode_attempt
+        if self.script.hold_first_token_s:
+            self._spawn(self._publish_later(held, update))
+        else:
+            self._publish(held, update)
+
+    def accept(self, spec: types_pb2.RequestSpec, decode_attempt: int) -> bool:
+        """Takes a hand-off over, as Reserve and Commit in one."""
+        if self.script.refuse_reservations > 0:
+            self.script.refuse_reservations -= 1
+            return False
+        if self.fenced.get(spec.request_id, 0) >= spec.attempt or self.script.is_draining:
+            return False
+        landed = types_pb2.RequestSpec()
+        landed.CopyFrom(spec)
+        landed.token_ids.append(next_token(spec.token_ids))
+        self._drop(spec.request_id)
+        held = _Held(landed, decode_attempt)
+        self.held[spec.request_id] = held
+        held.task = self._spawn(self._decode(held))
+        return True
+
+    async def _decode(self, held: _Held) -> None:
+        spec = held.spec
+        history = list(spec.token_ids)
+        index = len(history) - spec.num_prompt_tokens
+        while index < spec.sampling.max_tokens:
+            await asyncio.sleep(self.script.token_delay_s)
+            if not await self._survive(index, held):
+                return
+            token = next_token(history)
+            history.append(token)
+            update = self._update(held, index, [token])
+            if index + 1 >= spec.sampling.max_tokens:
+                update.finished.reason = types_pb2.FINISH_REASON_LENGTH
+                self.held.pop(spec.request_id, None)
+            self._publish(held, update)
+            await self._die_if(self.script.die_after == index)
+            index += 1
+
+    async def _survive(self, index: int, held: _Held) -> bool:
+        """Plays the faults that are due before a token; False ends the request here."""
+        script = self.script
+        await self._die_if(script.die_before == index)
+        if script.freeze_before == index:
+            self.is_frozen = True
+        if self.is_frozen or not self.is_alive:
+            return False
+        if script.break_stream_before == index:
+            script.break_stream_before = None
+            self.break_streams()
+        if script.return_before == index:
+            script.return_before = None
+            update = self._update(held, index, [])
+            update.returned.reason = script.return_reason
+        elif script.fail_before == index:
+            update = self._update(held, index, [])
+            update.failed.CopyFrom(
+                worker_pb2.Failed(code=13, reason="INTERNAL", message="scripted")
+            )
+        else:
+            return True
+        self.held.pop(held.spec.request_id, None)
+        self._publish(held, update)
+        return False
+
+    async def _die_if(self, is_due: bool) -> None:
+        if is_due:
+            # Lets what was published reach the stream.
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await self.die()
+            raise asyncio.CancelledError
+
+    def _update(
+        self, held: _Held, first_index: int, token_ids: list[int]
+    ) -> worker_pb2.SequenceUpdate:
+        update = worker_pb2.SequenceUpdate(
+            request_id=held.spec.request_id,
+            attempt=held.spec.attempt,
+            decode_attempt=held.decode_attempt,
+            first_index=first_index,
+            token_ids=token_ids,
+        )
+        if held.spec.sampling.HasField("logprobs"):
+            top = [types_pb2.TopLogprob(token_id=1, logprob=-1.0)] * held.spec.sampling.logprobs
+            update.logprobs.extend(
+                types_pb2.TokenLogprob(
+                    token_id=token, logprob=-float(first_index + offset), top=top
+                )
+                for offset, token in enumerate(token_ids)
+            )
+        return update
+
+    def _publish(self, held: _Held, update: worker_pb2.SequenceUpdate) -> None:
+        self._streams.publish(FrontId(held.spec.front_id), update)
+
+    def _drop(self, request_id: str) -> None:
+        held = self.held.pop(request_id, None)
+        if held is not None and held.task is not None:
+            held.task.cancel()
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

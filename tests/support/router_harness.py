@@ -1,0 +1,146 @@
+"""A router front over fake workers, and a client that checks the stream's own rules."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from pdserve.config.router import RouterConfig
+from pdserve.errors import PdserveError
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.request import Role
+from pdserve.rpc.server import open_channel
+from pdserve.rpc.status import error_from_rpc
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from pdserve.timeline import MonotonicClock
+from router.server import RouterFront
+from tests.support.fake_worker import FakeNetwork, FakeWorker, Script
+
+PROMPT = tuple(range(10, 50))
+
+
+@dataclass
+class Result:
+    """One stream as the client saw it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    completion: inference_pb2.Completion | None = None
+    error: PdserveError | None = None
+    request_id: str = ""
+
+    @property
+    def finish(self) -> inference_pb2.SampleFinish:
+        assert self.completion is not None, self.error
+        return self.completion.samples[0]
+
+
+@dataclass
+class Cluster:
+    """What a test works on."""
+
+    front: RouterFront
+    network: FakeNetwork
+    registry: MemoryRegistry
+    stub: inference_pb2_grpc.InferenceStub
+    port: int
+
+    async def add(self, worker_id: str, script: Script | None = None, **over: object) -> FakeWorker:
+        role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
+        return await self.network.start(worker_id, role, script, **over)
+
+    async def ready(self, num_workers: int) -> None:
+        """Waits until so many workers are available."""
+        await eventually(
+            lambda: sum(view.is_available for view in self.front.pool.views()) == num_workers
+        )
+
+    async def quiet(self) -> None:
+        """Waits until nothing is in flight and no living worker holds anything."""
+        await eventually(lambda: self.front.dispatcher.num_in_flight == 0)
+        await eventually(lambda: not self.network.held(), lambda: str(self.network.held()))
+        book = self.front.pool.book
+        assert [book.blocks_of(key) for key in self.network.workers] == [0] * len(
+            self.network.workers
+        )
+        admission = self.front.dispatcher.admission
+        assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
+
+
+def request_for(
+    prompt: Sequence[int] = PROMPT, request_id: str = "", **sampling: object
+) -> inference_pb2.GenerateRequest:
+    sampling.setdefault("max_tokens", 8)
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=types_pb2.TokenIds(ids=prompt),
+        sampling=types_pb2.SamplingParams(**sampling),
+    )
+
+
+async def generate(
+    cluster: Cluster, request: inference_pb2.GenerateRequest | None = None, timeout_s: float = 20.0
+) -> Result:
+    """Runs one request and checks ONE-END: sequence without a gap, exactly one end."""
+    result = Result()
+    sequence = 0
+    call = cluster.stub.Generate(request or request_for(), timeout=timeout_s)
+    try:
+        async for message in call:
+            assert result.completion is None, "a message came after the completion"
+            assert message.sequence == sequence
+            sequence += 1
+            result.request_id = message.request_id
+            if message.WhichOneof("event") == "completion":
+                result.completion = message.completion
+            else:
+                result.token_ids += message.chunk.token_ids
+                result.text += message.chunk.text
+                result.logprobs += message.chunk.logprobs
+    except grpc.aio.AioRpcError as error:
+        result.error = error_from_rpc(error)
+    assert (result.completion is None) != (result.error is None)
+    return result
+
+
+async def eventually(
+    condition: Callable[[], bool],
+    describe: Callable[[], str] = lambda: "",
+    timeout_s: float = 10.0,
+) -> None:
+    """Polls until a condition holds."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never came true: {describe()}"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def run_cluster(folder: Path, **over: object) -> AsyncIterator[Cluster]:
+    """Runs a front without workers; tests add them."""
+    settings: dict[str, object] = {
+        "model": str(folder),
+        "redis_url": "",
+        "served_model_name": "tiny",
+        "port": 0,
+        "registry_poll_s": 0.02,
+        "worker_silence_s": 1.5,
+        "call_timeout_s": 2.0,
+        "no_worker_wait_s": 5.0,
+    }
+    config = RouterConfig(**{**settings, **over})
+    registry = MemoryRegistry(MonotonicClock())
+    network = FakeNetwork(registry)
+    front = RouterFront(config, registry, MonotonicClock())
+    port = await front.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    try:
+        yield Cluster(front, network, registry, inference_pb2_grpc.InferenceStub(channel), port)
+    finally:
+        await channel.close()
+        await front.stop()
+        await network.stop()

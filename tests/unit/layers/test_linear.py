@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from pdserve.errors import ConfigError
+from pdserve.layers import linear as linear_module
+from pdserve.layers.linear import Linear, LinearBackend, choose_backend, self_test
+
+SHAPES = [(128, 64), (64, 64), (72, 200), (384, 72), (1536, 576)]
+PLAIN = LinearBackend(is_packed=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_is_bit_equal_whatever_the_number_of_rows(shape: tuple[int, int]) -> None:
+    weight, bias, rows_in = random(*shape), random(shape[0]), random(300, shape[1])
+    linear = Linear(weight, bias, choose_backend(torch.float32, [shape]))
+    expected = linear(rows_in)
+    for rows in (*range(1, 70), 100, 127, 128, 129, 255, 256, 257):
+        assert torch.equal(linear(rows_in[:rows]), expected[:rows]), f"{rows} rows"
+    for start in (1, 5, 63, 64, 200):
+        assert torch.equal(linear(rows_in[start : start + 3]), expected[start : start + 3])
+
+
+@pytest.mark.parametrize("backend", [PLAIN, LinearBackend(is_packed=True)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_product_is_that_of_torch(backend: LinearBackend, has_bias: bool) -> None:
+    weight, rows_in = random(96, 64), random(10, 64)
+    bias = random(96) if has_bias else None
+    expected = functional.linear(rows_in, weight, bias)
+    torch.testing.assert_close(Linear(weight, bias, backend)(rows_in), expected)
+
+
+def test_few_rows_are_padded_and_cut_again() -> None:
+    weight, rows_in = random(96, 64), random(3, 64)
+    padded = Linear(weight, None, LinearBackend(is_packed=False, min_rows=16))
+    assert padded(rows_in).shape == (3, 96)
+    torch.testing.assert_close(padded(rows_in), rows_in @ weight.T)
+
+
+class RowCountSensitive:
+    """A product that adds the number of rows: as wrong as can be."""
+
+    def __call__(self, rows_in: torch.Tensor) -> torch.Tensor:
+        return rows_in + rows_in.shape[0]
+
+
+def test_the_self_test_finds_a_product_that_depends_on_the_number_of_rows() -> None:
+    sensitive = RowCountSensitive()
+    assert not self_test(sensitive, 64, 8, torch.float32)  # type: ignore[arg-type]  # a stand-in
+
+
+def test_float32_is_refused_where_no_product_is_independent_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_module, "self_test", lambda *_: False)
+    with pytest.raises(ConfigError, match="use dtype bfloat16"):
+        choose_backend(torch.float32, [(8, 8)])
+    choose_backend(torch.bfloat16, [(8, 8)])
+
+
+def test_rows_are_padded_where_only_larger_products_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agrees_from_8_rows(linear: Linear, *_: object) -> bool:
+        return linear._backend.min_rows >= 8
+
+    monkeypatch.setattr(linear_module, "self_test", agrees_from_8_rows)
+    assert choose_backend(torch.float32, [(8, 8)]).min_rows == 8
+
+
+def test_plain_products_take_over_where_weights_cannot_be_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(linear_module, "pack_weight", refuse)
+    backend = choose_backend(torch.float32, SHAPES[:2])
+    assert not backend.is_packed
+    weight, rows_in = random(128, 64), random(64, 64)
+    linear = Linear(weight, None, backend)
+    assert torch.equal(linear(rows_in[:1]), linear(rows_in)[:1])
