@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test check lint types imports stubs soak clean
+.PHONY: demo test check lint types imports stubs rooms soak clean
 
 $(VENV)/.run: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,6 +24,7 @@ test: $(VENV)/.dev
 
 check: $(VENV)/.dev lint types imports
 	@$(BIN)/python scripts/generate_stubs.py --check
+	@$(BIN)/python scripts/list_rooms.py --check
 	@$(PYTEST) -m "not gpu and not soak"
 
 lint: $(VENV)/.dev
@@ -38,6 +39,9 @@ imports: $(VENV)/.dev
 
 stubs: $(VENV)/.dev
 	@$(BIN)/python scripts/generate_stubs.py
+
+rooms: $(VENV)/.dev
+	@$(BIN)/python scripts/list_rooms.py
 
 soak: $(VENV)/.dev
 	@$(PYTEST) -m soak --timeout 3600

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
@@ -135,13 +135,14 @@ class Show:
         """
         self._console.print("\none sampled request, undisturbed")
         expected = self._run(KILL_DRILL)
+        self._find_busy_decode_workers(is_enough=lambda busy: not busy)
         self._console.print("the same request; its decode worker is killed (-9) in mid-stream")
         with ThreadPoolExecutor(1) as pool:
             counter: list[str] = []
             future = pool.submit(self._run, KILL_DRILL, counter)
             while len(counter) < _TOKENS_BEFORE_KILL and not future.done():
                 time.sleep(0.005)
-            victim = self._find_busy_decode_worker()
+            victim = self._find_busy_decode_workers(is_enough=bool)[0]
             self._cluster.kill(victim)
             self._console.print(f"  killed {victim} after {len(counter)} pieces of text")
             found = future.result()
@@ -183,10 +184,17 @@ class Show:
             return turn
         return ChatTurn(role=turn.role, content=self._answers[turn.answer_of])
 
-    def _find_busy_decode_worker(self) -> str:
+    def _find_busy_decode_workers(self, is_enough: Callable[[list[str]], bool]) -> list[str]:
+        """Asks who runs something until the answer will do; load figures are a heartbeat old."""
         deadline_s = time.monotonic() + _FIND_TIMEOUT_S
+        busy: list[str] = []
         while time.monotonic() < deadline_s:
-            for worker in get_loads(self._channel):
-                if worker.role == Role.DECODE.value and worker.load.num_running > 0:
-                    return worker.worker_id
-        raise InternalError("no decode worker says that it runs the request")
+            busy = [
+                worker.worker_id
+                for worker in get_loads(self._channel)
+                if worker.role == Role.DECODE.value and worker.load.num_running > 0
+            ]
+            if is_enough(busy):
+                return busy
+            time.sleep(0.01)
+        raise InternalError(f"busy decode workers: {busy}")

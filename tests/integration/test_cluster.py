@@ -53,6 +53,7 @@ async def test_C14_decode_worker_killed_in_mid_stream_changes_no_token(
     async with cluster.connect() as client:
         canary = await Canary.hatch(cluster, client)
         expected = await client.generate(**request, ignore_eos=True)
+        await client.wait_idle()
         killed: list[str] = []
 
         async def kill_after_eight(generation: Generation) -> None:
@@ -61,7 +62,7 @@ async def test_C14_decode_worker_killed_in_mid_stream_changes_no_token(
                 cluster.cluster.kill(killed[0])
 
         found = await client.generate(**request, ignore_eos=True, on_message=kill_after_eight)
-        assert killed
+        assert killed, "the request was over too soon"
         assert_same_tokens(found, expected)
         assert_one_end(found)
         assert found.timeline is not None

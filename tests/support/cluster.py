@@ -138,8 +138,19 @@ class HarnessClient:
         answer = await self.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=_CALL_TIMEOUT_S)
         return {worker.worker_id: worker for worker in answer.workers}
 
+    async def wait_idle(self, timeout_s: float = 5.0) -> None:
+        """Waits until no worker says that it runs anything; what they say is a heartbeat old."""
+
+        async def is_idle() -> bool:
+            return all(w.load.num_running == 0 for w in (await self.loads()).values())
+
+        await wait_until_async(is_idle, timeout_s, "all workers idle")
+
     async def busy_worker(self, role: str, timeout_s: float = 5.0) -> str:
-        """Waits until a worker of a role runs something and returns its id."""
+        """Waits until a worker of a role runs something and returns its id.
+
+        Call `wait_idle` before the request, or a worker that is done may still look busy.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             for worker in (await self.loads()).values():
