@@ -150,7 +150,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ],
     ) -> inference_pb2.GetModelInfoResponse:
         """Describes the served model and its effective limits."""
-        return self._identity.model_info
+        info = inference_pb2.GetModelInfoResponse()
+        info.CopyFrom(self._identity.model_info)
+        info.dtype = self._pool.dtype
+        return info
 
     async def GetServerInfo(
         self,

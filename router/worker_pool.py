@@ -136,6 +136,16 @@ class WorkerPool:
         return sum(link.is_available and link.record.role is role for link in self._links.values())
 
     @property
+    def dtype(self) -> str:
+        """The data type that workers compute in, as they registered it; empty before the first."""
+        for link in self._links.values():
+            for pair in link.record.geometry.split():
+                name, _, value = pair.partition("=")
+                if name == "dtype":
+                    return value
+        return ""
+
+    @property
     def can_serve(self) -> bool:
         """A request could be placed now."""
         has_prefill = not self.has_prefill_pool or self.num_available(Role.PREFILL) > 0

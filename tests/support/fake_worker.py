@@ -174,7 +174,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             metrics_address="",
             state="draining" if self.script.is_draining else "ready",
             compatibility_digest=self.digest,
-            geometry="",
+            geometry="num_layers=2 dtype=float32",
             model="tiny",
             max_model_len=4096,
             total_blocks=self.total_blocks,

@@ -12,6 +12,7 @@ from tests.support.router_harness import (
     Cluster,
     eventually,
     generate,
+    let_others_run,
     request_for,
     run_cluster,
 )

@@ -140,6 +140,7 @@ async def test_D2_the_boundary_is_the_limit_that_model_info_shows(cluster):
     info = await cluster.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
     limit = info.max_model_len
     assert limit == 4096
+    assert (info.model, info.dtype, info.has_chat_template) == ("tiny", "float32", True)
     fits = await generate(cluster, request_for([7] * (limit - 1), max_tokens=1))
     assert fits.error is None
     for prompt, max_tokens in ((limit, 1), (limit + 1, 1), (10 * limit, 1), (limit - 4, 5)):
