@@ -67,10 +67,11 @@ ROUNDS = (
     ),
     (
         DemoPrompt(
-            label="lighthouse, same prefix", history=_ask("Who was Marta?", system=_PASSAGE)
+            label="lighthouse 2",
+            history=_ask("What did the last keeper take with her?", system=_PASSAGE),
         ),
         DemoPrompt(
-            label="chat, second turn",
+            label="chat, turn 2",
             history=(
                 *_FRANCE,
                 ChatTurn(role="assistant", answer_of="chat"),
@@ -83,7 +84,7 @@ ROUNDS = (
 KILL_DRILL = DemoPrompt(
     label="story",
     history=_ask("Tell me a short story about a river."),
-    max_tokens=40,
+    max_tokens=28,
     temperature=0.8,
     seed=7,
     ignore_eos=True,

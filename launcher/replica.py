@@ -107,7 +107,8 @@ class Replica:
     def _forward(self, pipe: IO[bytes]) -> None:
         with pipe:
             for raw in pipe:
-                line = raw.decode(errors="replace").rstrip()
+                # Some lines name their worker already.
+                line = raw.decode(errors="replace").rstrip().removeprefix(f"[{self.name}] ")
                 self._tail.append(line)
                 self._report(f"[{self.name}] {line}")
 

@@ -149,11 +149,23 @@ class PrefillScheduler:
         return True
 
     def requests_in_window(self) -> tuple[Request, ...]:
-        """Names the requests that should ask for their reservation now, each once."""
-        window = [*self._computing, *islice(self._lanes, self._look_ahead)]
-        fresh = [sequence for sequence in window if not sequence.is_announced]
+        """Names the requests that should ask for their reservation now, each once.
+
+        Those in the queue are named only if their blocks are sure: else decode could be full of
+        reservations for prompts that wait here, while KV is held here that waits for decode.
+        """
+        fresh = [sequence for sequence in self._computing if not sequence.is_announced]
         for sequence in fresh:
             sequence.is_announced = True
+        num_claimed = 0
+        for sequence in tuple(islice(self._lanes, self._look_ahead)):
+            # The whole table counts: what is a cache hit now may be evicted until then.
+            num_claimed += num_blocks_for(len(sequence.chain), self._config.block_size)
+            if num_claimed > self._cache.pool.num_available:
+                break
+            if not sequence.is_announced:
+                self._lanes.announce(sequence)
+                fresh.append(sequence)
         return tuple(sequence.request for sequence in fresh)
 
     def plan_step(self) -> StepPlan | None:
@@ -204,13 +216,13 @@ class PrefillScheduler:
             )
         return tuple(progress)
 
-    def release(self, request_id: RequestId) -> None:
+    def release(self, request_id: RequestId, attempt: int) -> None:
         """Ends a held sequence: its blocks go to the prefix cache.
 
         Raises:
-            StaleAttempt: it is not held here.
+            StaleAttempt: this attempt is not held here.
         """
-        self._drop(self._roster.require(request_id, None, Stage.HELD))
+        self._drop(self._roster.require(request_id, attempt, Stage.HELD))
 
     def stage_of(self, request_id: RequestId) -> Stage | None:
         """Returns where a request stands; None if it is not here."""
@@ -221,13 +233,13 @@ class PrefillScheduler:
         """Returns all requests here, the oldest first."""
         return tuple(sequence.request for sequence in self._roster)
 
-    def block_table(self, request_id: RequestId) -> tuple[BlockId, ...]:
+    def block_table(self, request_id: RequestId, attempt: int) -> tuple[BlockId, ...]:
         """Returns the blocks of a request that is computing or held.
 
         Raises:
-            StaleAttempt: it is not here.
+            StaleAttempt: this attempt is not here, or waits.
         """
-        sequence = self._roster.require(request_id, None, Stage.COMPUTING, Stage.HELD)
+        sequence = self._roster.require(request_id, attempt, Stage.COMPUTING, Stage.HELD)
         return tuple(sequence.table.block_ids)
 
     def num_cached_tokens(self, request_id: RequestId) -> int:

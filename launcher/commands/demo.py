@@ -35,7 +35,13 @@ def demo(
     console = Console(highlight=False, soft_wrap=True)
     log = Log(console, is_verbose=verbose)
     config = ClusterConfig(
-        engine=EngineConfig(model=model, dtype="float32", max_model_len=2048),
+        engine=EngineConfig(
+            model=model,
+            dtype="float32",
+            max_model_len=2048,
+            # Enough for the demo; touching half a gigabyte four times takes seconds.
+            kv_cache_memory_bytes=128 << 20,
+        ),
         num_prefill=2,
         num_decode=2,
         port=0,
@@ -78,8 +84,10 @@ class Log:
 
     def write(self, line: str) -> None:
         """Takes one line, from any thread."""
-        self._tail.append(line)
-        if self._is_verbose or not line.startswith("["):
+        is_of_child = line.startswith("[")
+        if is_of_child:
+            self._tail.append(line)
+        if self._is_verbose or not is_of_child:
             self._console.print(f"  {line}", markup=False, style="dim")
 
     def show_tail(self) -> None:
@@ -113,8 +121,10 @@ class Show:
             )
         self._console.print()
         self._console.print(timeline_table(results))
-        shipped = sum(g.timeline.kv_blocks_shipped for _, g in results if g.timeline is not None)
-        if shipped == 0:
+        timelines = [g.timeline for _, g in results if g.timeline is not None]
+        recomputed = sum(timeline.recomputed_tokens for timeline in timelines)
+        self._console.print(f"prompt tokens computed again on decode workers: {recomputed}")
+        if not any(timeline.kv_blocks_shipped for timeline in timelines):
             raise InternalError("no KV block went from prefill to decode")
 
     def play_kill(self) -> None:

@@ -35,7 +35,7 @@ def status(
     console = Console(width=120)
     console.print(
         f"pdserve {info.version} at {address}, up {info.uptime_s:.0f} s, model {model.model} "
-        f"({model.architecture}, {model.dtype}, {model.max_model_len} tokens); "
+        f"({model.architecture}, up to {model.max_model_len} tokens); "
         f"{info.requests_in_flight} requests in flight, {info.requests_queued} queued",
         soft_wrap=True,
     )

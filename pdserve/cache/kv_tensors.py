@@ -1,9 +1,6 @@
 """The memory of KV blocks on one rank, and the packing of blocks into frames.
 
 Letters: L layer, K key or value, B block, S slot, H KV head, D head dim.
-
-All memory starts as zeros and only ever holds finite values: attention multiplies what lies behind
-its mask by zero, and zero times NaN would not be zero.
 """
 
 from collections.abc import Sequence
@@ -11,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.config.model import KvGeometry
 from pdserve.request import BlockId
 
@@ -22,19 +18,14 @@ class KvTensors:
     """KV blocks of all layers in one tensor. Only the thread that owns the model may use it."""
 
     def __init__(self, geometry: KvGeometry, num_blocks: int) -> None:
-        """Allocates `num_blocks` zeroed blocks.
-
-        Behind the last one lies room for one attention tile, so that a view over the blocks of
-        a sequence may be read up to the end of its last tile.
-        """
+        """Allocates `num_blocks` zeroed blocks."""
         assert num_blocks >= 1
         self.geometry = geometry
         self.num_blocks = num_blocks
-        spare_blocks = -(-ATTENTION_TILE_TOKENS // geometry.block_size)
         shape = (
             geometry.num_layers,
             2,
-            num_blocks + spare_blocks,
+            num_blocks,
             geometry.block_size,
             geometry.num_kv_heads,
             geometry.head_dim,

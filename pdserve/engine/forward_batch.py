@@ -77,18 +77,16 @@ def _sequence_rows(part: SequenceSlice, first_row: int, block_size: int) -> Sequ
         tiles[-1].num_kv if tiles else 0,
         outputs[-1].num_kv if outputs else 0,
     )
-    used = part.block_ids[: -(-num_kv // block_size)]
+    used = part.block_ids[: -(-part.end // block_size)]
     if all(later == earlier + 1 for earlier, later in pairwise(used)):
         first_slot, block_index = used[0] * block_size, None
     else:
-        # A tile may end behind the last block; any finite KV does there, since it is masked.
-        missing = -(-num_kv // block_size) - len(used)
-        first_slot = None
-        block_index = torch.tensor([*used, *([used[-1]] * missing)], dtype=torch.int64)
+        first_slot, block_index = None, torch.tensor(used, dtype=torch.int64)
     return SequenceRows(
         tiles=tuple(tiles),
         outputs=outputs,
         num_kv=num_kv,
+        num_written=part.end,
         first_slot=first_slot,
         block_index=block_index,
     )

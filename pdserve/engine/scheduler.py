@@ -63,7 +63,7 @@ class SequenceState:
     sampled_s: float | None = None
     """When its first token here was sampled."""
     is_announced: bool = False
-    """Its reservation was asked for."""
+    """Prefill only: its reservation was asked for."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -221,20 +221,25 @@ class SequenceRoster:
 
 
 class WaitingLanes:
-    """Two bounded first-come-first-served queues: returned requests go before new ones."""
+    """Bounded first-come-first-served queues: returned requests go before new ones.
+
+    Announced ones go before both: decode holds blocks for them, so nobody may overtake them.
+    """
 
     def __init__(self, max_waiting: int) -> None:
-        """Takes at most `max_waiting` sequences, both lanes together."""
+        """Takes at most `max_waiting` sequences, all lanes together."""
         self._max_waiting = max_waiting
+        self._announced: deque[SequenceState] = deque()
         self._priority: deque[SequenceState] = deque()
         self._normal: deque[SequenceState] = deque()
 
     def __len__(self) -> int:
-        """Counts both lanes."""
-        return len(self._priority) + len(self._normal)
+        """Counts all lanes."""
+        return len(self._announced) + len(self._priority) + len(self._normal)
 
     def __iter__(self) -> Iterator[SequenceState]:
         """Walks in the order of service."""
+        yield from self._announced
         yield from self._priority
         yield from self._normal
 
@@ -249,7 +254,13 @@ class WaitingLanes:
 
     def push(self, sequence: SequenceState) -> None:
         """Puts a sequence behind the others of its lane."""
-        (self._priority if sequence.request.is_priority else self._normal).append(sequence)
+        self._lane_of(sequence).append(sequence)
+
+    def announce(self, sequence: SequenceState) -> None:
+        """Lets a waiting sequence pass all that are not announced."""
+        self.remove(sequence)
+        sequence.is_announced = True
+        self.push(sequence)
 
     def head(self) -> SequenceState | None:
         """Returns who is served next."""
@@ -257,7 +268,12 @@ class WaitingLanes:
 
     def remove(self, sequence: SequenceState) -> None:
         """Takes a sequence out, wherever it stands."""
-        (self._priority if sequence.request.is_priority else self._normal).remove(sequence)
+        self._lane_of(sequence).remove(sequence)
+
+    def _lane_of(self, sequence: SequenceState) -> deque[SequenceState]:
+        if sequence.is_announced:
+            return self._announced
+        return self._priority if sequence.request.is_priority else self._normal
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -42,7 +42,7 @@ def attend_tile(
 
     Args:
         q_THD: queries of consecutive tokens of one tile.
-        keys_SJD: keys from position 0 to the tile's end; finite behind the last token.
+        keys_SJD: keys from position 0 to the tile's end; zeros behind the last token.
         values_SJD: values likewise.
         offset: place of the first query in the tile.
         mask: of `make_tile_mask`, as long as the keys.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pdserve.kernels.reference import attend_row, attend_tile, gather_blocks
 
@@ -41,10 +42,12 @@ class SequenceRows:
     outputs: tuple[OutputRow, ...]
     num_kv: int
     """The most KV tokens that any tile or row reads."""
+    num_written: int
+    """KV tokens that exist once this step's are written; a tile may end behind them."""
     first_slot: int | None
     """Where the KV starts if its blocks follow one another in memory; else None."""
     block_index: Tensor | None
-    """int64 block ids that cover `num_kv` tokens, if they do not."""
+    """int64 block ids that cover `num_written` tokens, if they do not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,11 +108,21 @@ def attend(
 def _kv_of(
     sequence: SequenceRows, keys_SJD: Tensor, values_SJD: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns a view where blocks follow one another, which spares the copy; else gathers."""
+    """Returns KV of the sequence, zero from `num_written` on.
+
+    A view where blocks follow one another, which spares the copy; else gathered. No slot that the
+    sequence has not written is ever read, not even behind a mask: what an earlier owner left there
+    might be no number at all, and zero times NaN is NaN.
+    """
     if sequence.block_index is None:
         assert sequence.first_slot is not None
-        span = slice(sequence.first_slot, sequence.first_slot + sequence.num_kv)
-        return keys_SJD[span], values_SJD[span]
-    keys = gather_blocks(keys_SJD, sequence.block_index, block_size)
-    values = gather_blocks(values_SJD, sequence.block_index, block_size)
-    return keys, values
+        span = slice(sequence.first_slot, sequence.first_slot + sequence.num_written)
+        keys, values = keys_SJD[span], values_SJD[span]
+    else:
+        keys = gather_blocks(keys_SJD, sequence.block_index, block_size)[: sequence.num_written]
+        values = gather_blocks(values_SJD, sequence.block_index, block_size)[: sequence.num_written]
+    missing = sequence.num_kv - sequence.num_written
+    if missing <= 0:
+        return keys, values
+    padding = (0, 0, 0, 0, 0, missing)
+    return functional.pad(keys, padding), functional.pad(values, padding)

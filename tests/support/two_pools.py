@@ -105,7 +105,7 @@ class TwoPools:
             client.lands_in = self.rng.randint(0, 4)
             if progress.finish_reason is not None:
                 client.is_done = True
-                self.prefill.release(progress.request_id)
+                self.prefill.release(progress.request_id, progress.attempt)
                 self.decode.release_reservation(progress.request_id, progress.attempt)
         return True
 
@@ -131,12 +131,12 @@ class TwoPools:
             request = client.request
             self.decode_runner.receive(
                 self.prefill_runner,
-                self.prefill.block_table(request.request_id),
+                self.prefill.block_table(request.request_id, request.attempt),
                 self.decode.block_table(request.request_id, request.attempt),
                 range(client.grant.num_cached_tokens, len(request.token_ids)),
             )
             self.decode.start(request.request_id, request.attempt, client.output[-1])
-            self.prefill.release(request.request_id)
+            self.prefill.release(request.request_id, request.attempt)
             client.grant, client.is_computed, client.wants_place = None, False, False
         return has_moved
 

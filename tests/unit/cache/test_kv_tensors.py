@@ -101,10 +101,10 @@ def test_copy_block_copies_all_layers() -> None:
     assert torch.equal(kv.pack(blocks(0), range(3)), kv.pack(blocks(2), range(3)))
 
 
-def test_new_memory_is_zero_and_views_reach_one_tile_further() -> None:
+def test_new_memory_is_zero() -> None:
     kv = KvTensors(geometry_with(block_size=8), 2)
     keys, values = kv.layer(1)
-    assert keys.shape == values.shape == (2 * 8 + 64, 2, 4)
+    assert keys.shape == values.shape == (2 * 8, 2, 4)
     assert not keys.any()
     assert not values.any()
 

@@ -58,7 +58,8 @@ def test_blocks_in_a_run_are_viewed_and_others_gathered() -> None:
     (gathered,) = batch_of(slice_of(40, 0, 40, [4, 6, 5])).sequences
     assert gathered.first_slot is None
     assert gathered.block_index is not None
-    assert gathered.block_index.tolist() == [4, 6, 5, 5]
+    assert gathered.block_index.tolist() == [4, 6, 5]
+    assert (gathered.num_written, gathered.num_kv) == (40, 64)
 
 
 def test_blocks_beyond_what_is_read_do_not_matter() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.unit.kv_transfer.world import CONFIG, Faults, World
+from tests.unit.kv_transfer.node import CONFIG
+from tests.unit.kv_transfer.world import Faults, World
 
 SETTLE_S = 120.0
 """Virtual time after the last fault in which everything must have ended."""

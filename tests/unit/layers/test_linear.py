@@ -55,7 +55,7 @@ class RowCountSensitive:
 
 def test_the_self_test_finds_a_product_that_depends_on_the_number_of_rows() -> None:
     sensitive = RowCountSensitive()
-    assert not self_test(sensitive, 8, torch.float32)  # type: ignore[arg-type]  # a stand-in
+    assert not self_test(sensitive, 64, 8, torch.float32)  # type: ignore[arg-type]  # a stand-in
 
 
 def test_float32_is_refused_where_no_product_is_independent_of_the_batch(

@@ -5,67 +5,8 @@ import pytest
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import InvalidField, Overloaded, StaleAttempt, TooLong
 from pdserve.request import FinishReason, RequestId
-from pdserve.timeline import ManualClock
-from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
-from tests.support.scheduling import (
-    FakeRunner,
-    continue_request,
-    expected_output,
-    make_config,
-    make_request,
-)
-
-BLOCK_SIZE = 4
-
-
-class Bench:
-    """A scheduler with a runner behind it."""
-
-    def __init__(
-        self,
-        num_blocks: int = 64,
-        *,
-        max_num_batched_tokens: int = 64,
-        max_num_seqs: int = 8,
-        max_waiting: int = 64,
-        look_ahead: int = 2,
-    ) -> None:
-        self.clock = ManualClock()
-        self.runner = FakeRunner(BLOCK_SIZE)
-        self.scheduler = PrefillScheduler(
-            make_config(
-                block_size=BLOCK_SIZE,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-            ),
-            num_blocks,
-            "revision",
-            self.clock,
-            max_waiting=max_waiting,
-            look_ahead=look_ahead,
-        )
-
-    def step(self) -> tuple[PrefillProgress, ...]:
-        has_work = self.scheduler.has_work
-        plan = self.scheduler.plan_step()
-        assert (plan is not None) == has_work
-        self.clock.advance(1.0)
-        progress = () if plan is None else self.scheduler.complete_step(plan, self.runner.run(plan))
-        self.scheduler.check()
-        return progress
-
-    def run_until_held(self, name: str) -> PrefillProgress:
-        for _ in range(200):
-            for progress in self.step():
-                if progress.request_id == name and progress.sampled is not None:
-                    return progress
-        raise AssertionError(f"{name} never got its token")
-
-    def assert_idle(self) -> None:
-        self.scheduler.check()
-        ledger = self.scheduler.ledger()
-        assert ledger.free_blocks + ledger.cached_blocks == ledger.total_blocks
-        assert (ledger.sequences, ledger.held_handoffs) == (0, 0)
+from tests.support.prefill_bench import PrefillBench
+from tests.support.scheduling import continue_request, expected_output, make_request
 
 
 def rid(name: str) -> RequestId:
@@ -73,7 +14,7 @@ def rid(name: str) -> RequestId:
 
 
 def test_a_prompt_is_computed_and_its_next_token_sampled():
-    bench = Bench()
+    bench = PrefillBench()
     request = make_request("a", 10)
     bench.scheduler.submit(request)
     (progress,) = bench.step()
@@ -85,7 +26,7 @@ def test_a_prompt_is_computed_and_its_next_token_sampled():
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 37, 64, 65, 130, 256])
 def test_no_step_exceeds_its_budget_and_the_chunks_give_the_same_token(budget: int):
-    bench = Bench(num_blocks=128, max_num_batched_tokens=budget)
+    bench = PrefillBench(num_blocks=128, max_num_batched_tokens=budget)
     requests = [make_request(name, size) for name, size in (("a", 150), ("b", 7), ("c", 70))]
     for request in requests:
         bench.scheduler.submit(request)
@@ -101,7 +42,7 @@ def test_no_step_exceeds_its_budget_and_the_chunks_give_the_same_token(budget: i
 
 
 def test_one_step_computes_no_more_sequences_than_allowed():
-    bench = Bench(max_num_seqs=3)
+    bench = PrefillBench(max_num_seqs=3)
     for index in range(5):
         bench.scheduler.submit(make_request(f"r{index}", 4))
     plan = bench.scheduler.plan_step()
@@ -110,7 +51,7 @@ def test_one_step_computes_no_more_sequences_than_allowed():
 
 
 def test_prompts_are_served_in_order_returned_ones_first():
-    bench = Bench(max_num_batched_tokens=8)
+    bench = PrefillBench(max_num_batched_tokens=8)
     for name, is_priority in (("a", False), ("b", False), ("back", True)):
         bench.scheduler.submit(make_request(name, 8, is_priority=is_priority))
     order = [progress.request_id for _ in range(3) for progress in bench.step()]
@@ -118,7 +59,7 @@ def test_prompts_are_served_in_order_returned_ones_first():
 
 
 def test_a_long_prompt_does_not_hold_up_what_fits_beside_its_last_chunk():
-    bench = Bench(max_num_batched_tokens=64)
+    bench = PrefillBench(max_num_batched_tokens=64)
     bench.scheduler.submit(make_request("long", 100))
     bench.scheduler.submit(make_request("short", 20))
     assert [p.request_id for p in bench.step()] == ["long"]
@@ -126,7 +67,7 @@ def test_a_long_prompt_does_not_hold_up_what_fits_beside_its_last_chunk():
 
 
 def test_a_prefix_hit_is_not_computed_again():
-    bench = Bench()
+    bench = PrefillBench()
     shared = tuple(range(100, 110))
     first, second = make_request("a", (*shared, 1, 2)), make_request("b", (*shared, 7, 8, 9))
     bench.scheduler.submit(first)
@@ -144,7 +85,7 @@ def test_a_prefix_hit_is_not_computed_again():
 
 
 def test_full_blocks_of_an_unfinished_prompt_are_found_already():
-    bench = Bench(max_num_batched_tokens=64)
+    bench = PrefillBench(max_num_batched_tokens=64)
     prompt = tuple(range(200))
     bench.scheduler.submit(make_request("a", prompt))
     bench.step()
@@ -155,7 +96,7 @@ def test_full_blocks_of_an_unfinished_prompt_are_found_already():
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
 def test_the_last_token_is_computed_even_if_all_of_the_prompt_is_cached(num_tokens: int):
-    bench = Bench()
+    bench = PrefillBench()
     prompt = tuple(range(num_tokens))
     bench.scheduler.submit(make_request("a", prompt))
     first = bench.run_until_held("a")
@@ -166,7 +107,7 @@ def test_the_last_token_is_computed_even_if_all_of_the_prompt_is_cached(num_toke
 
 
 def test_tenants_share_no_prefix():
-    bench = Bench()
+    bench = PrefillBench()
     bench.scheduler.submit(make_request("a", tuple(range(9)), salt=b"one"))
     bench.run_until_held("a")
     bench.scheduler.submit(make_request("b", tuple(range(9)), salt=b"two"))
@@ -175,39 +116,39 @@ def test_tenants_share_no_prefix():
 
 
 def test_held_blocks_make_the_next_prompt_wait_until_they_are_released():
-    bench = Bench(num_blocks=4)
+    bench = PrefillBench(num_blocks=4)
     bench.scheduler.submit(make_request("a", 12))
     bench.scheduler.submit(make_request("b", 12))
     bench.run_until_held("a")
     assert bench.step() == ()
     assert not bench.scheduler.has_work
     assert (bench.scheduler.num_held, bench.scheduler.load().num_waiting) == (1, 1)
-    bench.scheduler.release(rid("a"))
+    bench.scheduler.release(rid("a"), 1)
     assert bench.run_until_held("b").sampled is not None
 
 
 def test_a_large_prompt_at_the_head_is_not_passed_by_small_ones_for_ever():
-    bench = Bench(num_blocks=4)
+    bench = PrefillBench(num_blocks=4)
     bench.scheduler.submit(make_request("a", 8))
     bench.run_until_held("a")
     bench.scheduler.submit(make_request("large", 16))
     bench.scheduler.submit(make_request("small", 4))
     assert bench.step() == ()
-    bench.scheduler.release(rid("a"))
+    bench.scheduler.release(rid("a"), 1)
     assert [p.request_id for p in bench.step()] == ["large"]
 
 
 def test_a_released_prompt_stays_in_the_prefix_cache():
-    bench = Bench()
+    bench = PrefillBench()
     bench.scheduler.submit(make_request("a", 11))
     bench.run_until_held("a")
-    bench.scheduler.release(rid("a"))
+    bench.scheduler.release(rid("a"), 1)
     bench.assert_idle()
     assert bench.scheduler.ledger().cached_blocks == 2
 
 
 def test_a_resumed_request_samples_the_token_after_those_the_client_has():
-    bench = Bench()
+    bench = PrefillBench()
     request = make_request("a", 9, max_tokens=20)
     output = expected_output(request)
     bench.scheduler.submit(continue_request(request, output[:7]))
@@ -218,7 +159,7 @@ def test_a_resumed_request_samples_the_token_after_those_the_client_has():
 
 
 def test_a_token_that_ends_the_output_says_so():
-    bench = Bench()
+    bench = PrefillBench()
     request = make_request("a", 9, max_tokens=1)
     bench.scheduler.submit(request)
     assert bench.run_until_held("a").finish_reason is FinishReason.LENGTH
@@ -229,7 +170,7 @@ def test_a_token_that_ends_the_output_says_so():
 
 @pytest.mark.parametrize("stage", [Stage.WAITING, Stage.COMPUTING, Stage.HELD])
 def test_a_cancel_at_any_stage_gives_all_blocks_back(stage: Stage):
-    bench = Bench(max_num_batched_tokens=64)
+    bench = PrefillBench(max_num_batched_tokens=64)
     bench.scheduler.submit(make_request("a", 100))
     while bench.scheduler.stage_of(rid("a")) is not stage:
         bench.step()
@@ -240,7 +181,7 @@ def test_a_cancel_at_any_stage_gives_all_blocks_back(stage: Stage):
 
 
 def test_a_cancel_while_a_step_runs_drops_its_result():
-    bench = Bench()
+    bench = PrefillBench()
     bench.scheduler.submit(make_request("a", 10))
     bench.scheduler.submit(make_request("b", 10))
     plan = bench.scheduler.plan_step()
@@ -248,13 +189,13 @@ def test_a_cancel_while_a_step_runs_drops_its_result():
     bench.scheduler.cancel(rid("a"))
     progress = bench.scheduler.complete_step(plan, bench.runner.run(plan))
     assert [entry.request_id for entry in progress] == ["b"]
-    bench.scheduler.release(rid("b"))
+    bench.scheduler.release(rid("b"), 1)
     bench.assert_idle()
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_a_request_that_is_queued_again_while_a_step_runs_takes_nothing_from_it(attempt: int):
-    bench = Bench()
+    bench = PrefillBench()
     first = make_request("a", 10)
     bench.scheduler.submit(first)
     plan = bench.scheduler.plan_step()
@@ -268,14 +209,14 @@ def test_a_request_that_is_queued_again_while_a_step_runs_takes_nothing_from_it(
 
 
 def test_a_cancel_of_an_older_attempt_leaves_the_newer_one():
-    bench = Bench()
+    bench = PrefillBench()
     bench.scheduler.submit(make_request("a", 10, attempt=3))
     assert not bench.scheduler.cancel(rid("a"), attempt=2)
     assert bench.scheduler.cancel(rid("a"), attempt=3)
 
 
 def test_a_newer_attempt_replaces_an_older_one_and_frees_its_blocks():
-    bench = Bench(num_blocks=8)
+    bench = PrefillBench(num_blocks=8)
     bench.scheduler.submit(make_request("a", 30))
     bench.run_until_held("a")
     bench.scheduler.submit(make_request("a", 30, attempt=2))
@@ -288,15 +229,19 @@ def test_a_newer_attempt_replaces_an_older_one_and_frees_its_blocks():
 
 
 def test_a_release_of_what_is_not_held_is_refused():
-    bench = Bench()
+    bench = PrefillBench()
     bench.scheduler.submit(make_request("a", 30))
     for name in ("a", "b"):
         with pytest.raises(StaleAttempt):
-            bench.scheduler.release(rid(name))
+            bench.scheduler.release(rid(name), 1)
+    bench.run_until_held("a")
+    with pytest.raises(StaleAttempt):
+        bench.scheduler.release(rid("a"), 2)
+    assert bench.scheduler.num_held == 1
 
 
 def test_a_full_queue_and_impossible_prompts_are_refused():
-    bench = Bench(num_blocks=4, max_waiting=1)
+    bench = PrefillBench(num_blocks=4, max_waiting=1)
     with pytest.raises(TooLong, match="at most 16"):
         bench.scheduler.submit(make_request("long", 17))
     with pytest.raises(InvalidField):
@@ -307,32 +252,8 @@ def test_a_full_queue_and_impossible_prompts_are_refused():
     assert len(bench.scheduler.requests()) == 1
 
 
-def test_each_request_is_announced_once_when_it_enters_the_window():
-    bench = Bench(look_ahead=2, max_num_batched_tokens=8)
-    for index in range(4):
-        bench.scheduler.submit(make_request(f"r{index}", 8))
-
-    def announced() -> list[str]:
-        return [str(request.request_id) for request in bench.scheduler.requests_in_window()]
-
-    assert announced() == ["r0", "r1"]
-    assert announced() == []
-    bench.step()
-    assert announced() == ["r2"]
-    bench.step()
-    assert announced() == ["r3"]
-
-
-def test_without_look_ahead_a_request_is_announced_when_its_computing_begins():
-    bench = Bench(look_ahead=0, max_num_batched_tokens=64)
-    bench.scheduler.submit(make_request("a", 100))
-    assert bench.scheduler.requests_in_window() == ()
-    bench.step()
-    assert [r.request_id for r in bench.scheduler.requests_in_window()] == ["a"]
-
-
 def test_waiting_and_computing_are_timed_apart():
-    bench = Bench(max_num_batched_tokens=64)
+    bench = PrefillBench(max_num_batched_tokens=64)
     bench.scheduler.submit(make_request("a", 64))
     bench.scheduler.submit(make_request("b", 128))
     bench.run_until_held("b")
@@ -341,7 +262,7 @@ def test_waiting_and_computing_are_timed_apart():
 
 
 def test_a_passed_deadline_is_reported_at_any_stage():
-    bench = Bench()
+    bench = PrefillBench()
     bench.scheduler.submit(make_request("a", 8, deadline_s=5.0))
     bench.run_until_held("a")
     assert bench.scheduler.expired(4.9) == ()
@@ -349,7 +270,7 @@ def test_a_passed_deadline_is_reported_at_any_stage():
 
 
 def test_load_tells_queue_and_blocks():
-    bench = Bench(num_blocks=40, max_num_batched_tokens=64)
+    bench = PrefillBench(num_blocks=40, max_num_batched_tokens=64)
     bench.scheduler.submit(make_request("a", 100))
     bench.scheduler.submit(make_request("b", 20))
     bench.step()
@@ -361,7 +282,9 @@ def test_load_tells_queue_and_blocks():
 @pytest.mark.parametrize("seed", range(30))
 def test_A1_random_submits_cancels_and_releases_leave_no_block_behind(seed: int):
     rng = random.Random(seed)
-    bench = Bench(num_blocks=rng.randint(6, 30), max_num_batched_tokens=rng.choice((5, 64, 100)))
+    bench = PrefillBench(
+        num_blocks=rng.randint(6, 30), max_num_batched_tokens=rng.choice((5, 64, 100))
+    )
     held: set[RequestId] = set()
     for index in range(60):
         size = rng.randint(1, 24)
@@ -375,9 +298,9 @@ def test_A1_random_submits_cancels_and_releases_leave_no_block_behind(seed: int)
             bench.scheduler.cancel(name)
             held.discard(name)
         if held and rng.random() < 0.5:
-            bench.scheduler.release(held.pop())
+            bench.scheduler.release(held.pop(), 1)
     while bench.scheduler.has_work or held:
         held |= {progress.request_id for progress in bench.step() if progress.sampled}
         if held:
-            bench.scheduler.release(held.pop())
+            bench.scheduler.release(held.pop(), 1)
     bench.assert_idle()
