@@ -445,3 +445,16 @@ def test_a_closed_listener_ends_its_threads(arrivals: Inbox) -> None:
         listen(stack, arrivals)
         assert threading.active_count() > before
     assert threading.active_count() == before
+
+
+def test_an_injected_delay_holds_each_frame_back(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures, FaultConfig(frame_delay_s=0.2))
+    begun_at_s = time.monotonic()
+    for index in range(2):
+        pool.push(peer_of(receiver), outgoing(index))
+    for _ in range(2):
+        receiver.release_slot(arrivals.landed())
+    assert time.monotonic() - begun_at_s >= 0.4
