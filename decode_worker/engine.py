@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
 from decode_worker.scheduler import DecodeProgress, DecodeScheduler
 from kv_transfer.events import FrameLanded, LinkDown
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.batch import StepPlan
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
@@ -27,12 +26,7 @@ class _Stream:
 
     request: Request
     decode_attempt: int
-    submitted_at_s: float | None
-    """When it was queued here; None for a sequence that was handed off."""
-    started_at_s: float | None = None
-    num_recomputed: int = 0
-    cached_tokens: int = 0
-    times: worker_pb2.StageTimes = field(default_factory=worker_pb2.StageTimes)
+    """Zero for a sequence that is prefilled here."""
 
 
 class DecodeEngine:
@@ -114,9 +108,7 @@ class DecodeEngine:
             raise InvalidField("token_ids", len(request.token_ids), limit)
         self._tombstones.check(request)
         self._scheduler.submit_local(request)
-        self._streams[request.request_id] = _Stream(
-            request, decode_attempt=0, submitted_at_s=self._clock.now()
-        )
+        self._streams[request.request_id] = _Stream(request, decode_attempt=0)
 
     def _cancel(self, message: worker_pb2.CancelRequest) -> bool:
         request_id = RequestId(message.request_id)
@@ -132,9 +124,7 @@ class DecodeEngine:
         """Sequences whose hand-off has just ended get a stream to the router."""
         for started in self._landing.take_started():
             request = started.request
-            self._streams[request.request_id] = _Stream(
-                request, decode_attempt=started.decode_attempt, submitted_at_s=None
-            )
+            self._streams[request.request_id] = _Stream(request, started.decode_attempt)
 
     def _close(self, stream: _Stream) -> None:
         request = stream.request
@@ -164,22 +154,10 @@ class DecodeEngine:
             return False
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
-        self._note_prefill(plan)
         result = self._runner.run(plan)
         for progress in self._scheduler.complete_step(plan, result):
             self._stream(progress)
         return True
-
-    def _note_prefill(self, plan: StepPlan) -> None:
-        """Counts tokens of requests that are computed here and were not shipped."""
-        for part in plan.slices:
-            stream = self._streams[part.request.request_id]
-            end = min(part.end, len(part.request.token_ids))
-            if part.start < end:
-                if stream.started_at_s is None:
-                    stream.started_at_s = self._clock.now()
-                    stream.cached_tokens = part.start
-                stream.num_recomputed += end - part.start
 
     def _stream(self, progress: DecodeProgress) -> None:
         stream = self._streams[progress.request_id]
@@ -188,24 +166,14 @@ class DecodeEngine:
         )
         if progress.token.logprobs is not None:
             update.logprobs.append(logprobs_to_wire(progress.token.logprobs))
-        if progress.output_index == stream.request.num_emitted:
-            update.times.CopyFrom(self._local_times(stream))
+        is_first = progress.output_index == stream.request.num_emitted
+        if is_first and progress.times.prefill_s is not None:
+            update.times.CopyFrom(_local_times(progress))
         if progress.finish_reason is not None:
             update.finished.CopyFrom(_finished(stream.request, progress))
         self._update(stream, update)
         if progress.finish_reason is not None:
             self._close(stream)
-
-    def _local_times(self, stream: _Stream) -> worker_pb2.StageTimes:
-        """Times of a sequence that was prefilled here."""
-        assert stream.submitted_at_s is not None
-        assert stream.started_at_s is not None
-        return worker_pb2.StageTimes(
-            queue_s=stream.started_at_s - stream.submitted_at_s,
-            prefill_s=self._clock.now() - stream.started_at_s,
-            cached_tokens=stream.cached_tokens,
-            recomputed_tokens=stream.num_recomputed,
-        )
 
     def _return_let_go(self, let_go: Sequence[LetGo]) -> None:
         for item in let_go:
@@ -280,4 +248,14 @@ def _finished(request: Request, progress: DecodeProgress) -> worker_pb2.Finished
     return worker_pb2.Finished(
         reason=finish_reason_to_wire(progress.finish_reason),
         stop_token_id=token_id if is_stop_id else None,
+    )
+
+
+def _local_times(progress: DecodeProgress) -> worker_pb2.StageTimes:
+    """Encodes the times of a sequence that was prefilled here."""
+    return worker_pb2.StageTimes(
+        queue_s=progress.times.queue_s,
+        prefill_s=progress.times.prefill_s,
+        cached_tokens=progress.num_cached_tokens,
+        recomputed_tokens=progress.num_recomputed_tokens,
     )

@@ -296,7 +296,8 @@ class HandoffDesk:
 
     def _push(self, handoff: PrefillHandoff, action: PushFrame) -> None:
         frame = action.frame
-        table = self._scheduler.block_table(handoff.request.request_id)
+        request = handoff.request
+        table = self._scheduler.block_table(request.request_id, request.attempt)
         block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
         layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
         payload = self._kv.pack(block_ids, layers)
@@ -363,7 +364,7 @@ class HandoffDesk:
         if not handoff.is_settled:
             self._settling.append(handoff)
         if self._scheduler.stage_of(request.request_id) is Stage.HELD:
-            self._scheduler.release(request.request_id)
+            self._scheduler.release(request.request_id, request.attempt)
         else:
             self._scheduler.cancel(request.request_id, request.attempt)
 

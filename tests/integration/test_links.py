@@ -180,7 +180,7 @@ def test_bandwidth_of_one_pair_is_printed(children: list[Child], inbox: Inbox) -
             listener.release_slot(landed)
             times_s.append(time.monotonic())
     gib = (num_frames - 1) * num_bytes / (1 << 30)
-    print(f"one pair: {gib / (times_s[-1] - times_s[num_frames]):.2f} GiB/s")  # noqa: T201
+    print(f"one pair: {gib / (times_s[-1] - times_s[num_frames]):.2f} GiB/s")
     listener.close()
 
 
