@@ -30,6 +30,7 @@ from kv_transfer.protocol import (
     Grant,
     HandoffAborted,
     Identity,
+    LinkEndpoint,
     Refusal,
 )
 from kv_transfer.transport import FrameSender, LinkPeer, OutgoingFrame
@@ -217,6 +218,9 @@ class HandoffDesk:
             case SendReserve(target=target):
                 answer = _reserve_answer(reply)
                 self.totals.refused += isinstance(answer, Refusal)
+                if isinstance(answer, Grant):
+                    # Making a link takes 10-400 ms on a busy machine: do it beside the prefill.
+                    self._links.open(_peer_of(target, answer.link))
                 self._run(handoff, handoff.reserve_answered(target, answer))
             case SendCommit(target=target):
                 self._run(handoff, handoff.commit_answered(target, _commit_answer(reply)))
@@ -285,16 +289,12 @@ class HandoffDesk:
         table = self._scheduler.block_table(request.request_id, request.attempt)
         block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
         layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
-        target = action.target
-        peer = LinkPeer(
-            worker_id=target.worker_id, incarnation=target.incarnation, endpoint=action.endpoint
-        )
         outgoing = OutgoingFrame(
             reservation_id=action.reservation_id,
             frame_index=frame.index,
             payload=self._kv.pack(block_ids, layers),
         )
-        self._links.push(peer, outgoing)
+        self._links.push(_peer_of(action.target, action.endpoint), outgoing)
 
     def _drop_frames(self, reservation_id: ReservationId) -> None:
         self._sending.pop(reservation_id, None)
@@ -361,6 +361,10 @@ class HandoffDesk:
     def close(self) -> None:
         """Closes every link."""
         self._links.close()
+
+
+def _peer_of(target: DecodeTarget, endpoint: LinkEndpoint) -> LinkPeer:
+    return LinkPeer(worker_id=target.worker_id, incarnation=target.incarnation, endpoint=endpoint)
 
 
 def _reserve_answer(reply: rank_pb2.PeerReply) -> Grant | Refusal | CallFailed:
