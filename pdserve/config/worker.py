@@ -69,6 +69,8 @@ class WorkerConfig:
     registry_lease_s: float = 3.0
     frozen_after_s: float = 5.0
     """No progress for this long with work queued means frozen."""
+    orphan_grace_s: float = 20.0
+    """Requests of a front that has had no stream for this long are cancelled."""
     drain_timeout_s: float = 60.0
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
