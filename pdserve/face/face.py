@@ -166,6 +166,7 @@ class Face:
             for request_id, attempt in self._streams.take_orphans(self._config.orphan_grace_s):
                 cancel = worker_pb2.CancelRequest(request_id=request_id, attempt=attempt)
                 await self._rank.send(rank_pb2.ToRank(cancel=cancel))
+                self._log.forget(request_id, attempt)
 
     def _on_updates(self, updates: rank_pb2.RankUpdates) -> None:
         for item in updates.updates:
