@@ -40,7 +40,7 @@ class FaultConfig:
     corrupt_frame: int | None = None
     """Flips a bit in the n-th frame sent by this worker, after its checksum is taken."""
     corrupt_frame_silently: int | None = None
-    """The same before the checksum is taken, so that only the output can show it."""
+    """Flips all signs in the n-th frame before its checksum: only the output can show it."""
     commit_delay_s: float = 0.0
     """Added before each commit is sent."""
     reject_reservations: int = 0
