@@ -53,7 +53,7 @@ class TokenLog:
         return len(self._entries)
 
     def open(self, front_id: FrontId, request_id: RequestId, attempt: int) -> None:
-        """Records a request that has nothing to tell yet, so that it is known and may be orphaned."""
+        """Records a request that has nothing to tell yet: it is known, and may be orphaned."""
         entry = self._entries.get(request_id)
         if entry is None or attempt > entry.attempt:
             self._entries[request_id] = _Entry(front_id, attempt, 0, 0)

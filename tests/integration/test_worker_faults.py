@@ -1,4 +1,4 @@
-"""Every kind of worker killed or frozen at every stage: same tokens, one end, nothing left behind."""
+"""Workers killed, frozen or stopped at every stage: same tokens, one end, nothing left behind."""
 
 import asyncio
 import random
