@@ -108,7 +108,7 @@ async def kill_at_random(
 async def test_G1_kills_under_pressure_lose_nothing(
     tiny: ClusterHarness, undisturbed: Undisturbed
 ) -> None:
-    await kill_at_random(tiny, undisturbed, num_kills=3, seed=3)
+    await kill_at_random(tiny, undisturbed, num_kills=2, seed=3)
 
 
 @pytest.mark.soak
@@ -159,7 +159,7 @@ async def grow(tiny: ClusterHarness, num_requests: int, num_kills: int) -> None:
 
 
 async def test_BOUND_two_hundred_requests_and_kills_leave_no_growth(tiny: ClusterHarness) -> None:
-    await grow(tiny, num_requests=200, num_kills=4)
+    await grow(tiny, num_requests=200, num_kills=2)
 
 
 @pytest.mark.soak
