@@ -11,6 +11,7 @@ import secrets
 import signal
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -91,14 +92,16 @@ class RouterFront:
         self.dispatcher = Dispatcher(
             self.pool, placer, admission, clock, limits, tokenizer.table, metrics
         )
-        model_limits = ModelLimits(
+        self._model_limits = ModelLimits(
             served_name=served_name,
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
             special_ids=tokenizer.table.special_ids,
             max_token_characters=tokenizer.max_token_characters,
         )
-        maker = RequestMaker(tokenizer, template, model_limits, model.eos_token_ids, self.front_id)
+        maker = RequestMaker(
+            tokenizer, template, self._limits_now, model.eos_token_ids, self.front_id
+        )
         self.service = InferenceService(
             maker,
             self.dispatcher,
@@ -143,6 +146,13 @@ class RouterFront:
             asyncio.create_task(self._watch(), name="health"),
         ]
         return port
+
+    def _limits_now(self) -> ModelLimits:
+        """Returns the model's limits, or the live workers' where they hold less."""
+        limits, held = self._model_limits, self.pool.max_model_len
+        if held is None or held >= limits.max_model_len:
+            return limits
+        return replace(limits, max_model_len=held)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work at once and waits for the streams that run."""

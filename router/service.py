@@ -143,7 +143,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ],
     ) -> inference_pb2.GetModelInfoResponse:
         """Describes the served model and its effective limits."""
-        return self._identity.model_info
+        info = inference_pb2.GetModelInfoResponse()
+        info.CopyFrom(self._identity.model_info)
+        held = self._pool.max_model_len
+        if held is not None:
+            info.max_model_len = min(info.max_model_len, held)
+        info.dtype = self._pool.dtype
+        return info
 
     async def GetServerInfo(
         self,

@@ -139,6 +139,23 @@ async def test_D2_the_boundary_is_the_limit_that_model_info_shows(cluster):
         assert isinstance(refused.error, TooLong)
 
 
+async def test_D2_the_limit_is_that_of_the_worker_that_holds_least(cluster):
+    await cluster.add("p0")
+    await cluster.add("d0", max_model_len=100)
+    await cluster.add("d1")
+    await cluster.ready(3)
+    info = await cluster.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+    assert info.max_model_len == 100
+    assert info.dtype == "float32"
+    assert (await generate(cluster, request_for([7] * 99, max_tokens=1))).error is None
+    for prompt, max_tokens in ((100, 1), (90, 11)):
+        refused = await generate(cluster, request_for([7] * prompt, max_tokens=max_tokens))
+        assert isinstance(refused.error, TooLong)
+    await cluster.network.workers[_key(cluster, "d0")].die()
+    await cluster.ready(2)
+    assert (await generate(cluster, request_for([7] * 100, max_tokens=50))).error is None
+
+
 async def test_another_models_name_is_not_found(cluster):
     await _pair(cluster)
     request = request_for()
