@@ -196,6 +196,10 @@ class DecodeEngine:
         update.decode_attempt = stream.decode_attempt
         self._outbox.update(stream.request.front_id, update)
 
+    def close(self) -> None:
+        """Ends all links."""
+        self._landing.close()
+
     def describe(self) -> rank_pb2.RankHeartbeat:
         """Returns load, ledger, links and counters."""
         load, ledger = self._scheduler.load(), self._scheduler.ledger()

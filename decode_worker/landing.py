@@ -169,3 +169,7 @@ class LandingDesk:
     def describe_links(self) -> list[inference_pb2.LinkInfo]:
         """Returns the live links for status pages."""
         return codec.links_to_wire(self._links.links())
+
+    def close(self) -> None:
+        """Closes every link and the listening socket."""
+        self._links.close()

@@ -96,8 +96,10 @@ class LinkListener:
         return tuple(status for status in statuses if status is not None)
 
     def close(self) -> None:
-        """Closes every link and the listening socket."""
+        """Closes every link and the listening socket; may be repeated."""
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
             links = list(self._links.values())
             threads = list(self._threads)

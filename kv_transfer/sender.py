@@ -41,6 +41,16 @@ class LinkPool:
         link = self._links.get(peer)
         return link is None or link.has_ended or link.has_room
 
+    def open(self, peer: LinkPeer) -> None:
+        """Begins to make the link, if there is none, so that the first frame need not wait."""
+        link = self._links.pop(peer.incarnation, None)
+        if link is None or link.has_ended:
+            if link is not None:
+                self._parting.append(link)
+            link = self._make_link(peer)
+            link.start()
+        self._links[peer.incarnation] = link
+
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
         link = self._links.pop(peer.incarnation, None)

@@ -57,7 +57,15 @@ def _ask(question: str, *, system: str | None = None) -> tuple[ChatTurn, ...]:
     return (turn,) if system is None else (ChatTurn(role="system", content=system), turn)
 
 
-_FRANCE = _ask("What is the capital of France?")
+_GUIDE = (
+    "You are a travel guide who answers every question in one short sentence. You know trains, "
+    "museums and small hotels all over Europe, you never recommend what you have not seen, and "
+    "you say so when you do not know. Prices are in euros, times are local, and distances are in "
+    "kilometres. If a traveller asks for one thing, name exactly one thing. If a traveller asks "
+    "for a city, name the city first and only then, in the same sentence, what it is known for. "
+    "Never repeat a question, never apologise, and never use a list where a sentence will do."
+)
+_FRANCE = _ask("What is the capital of France?", system=_GUIDE)
 
 ROUNDS = (
     (

@@ -163,6 +163,10 @@ class PrefillEngine:
         first = FirstToken(token_id=token.token_id, output_index=progress.output_index)
         self._desk.sampled(request_id, first, is_finished=progress.finish_reason is not None)
 
+    def close(self) -> None:
+        """Ends all links."""
+        self._desk.close()
+
     def describe(self) -> rank_pb2.RankHeartbeat:
         """Returns load, ledger, links and counters."""
         load, ledger = self._scheduler.load(), self._scheduler.ledger()

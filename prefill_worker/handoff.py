@@ -1,12 +1,12 @@
 """Carries out what the hand-off protocol asks of a prefill worker: calls, frames, releases."""
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer import codec
 from kv_transfer.events import FrameSent, LinkDown
+from kv_transfer.outbox import FrameOutbox
 from kv_transfer.prefill_actions import (
     DropFrames,
     PrefillAction,
@@ -30,6 +30,7 @@ from kv_transfer.protocol import (
     Grant,
     HandoffAborted,
     Identity,
+    LinkEndpoint,
     Refusal,
 )
 from kv_transfer.transport import FrameSender, LinkPeer, OutgoingFrame
@@ -39,7 +40,7 @@ from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import WorkerLost
 from pdserve.rank.outbox import Outbox
-from pdserve.request import Request, RequestId
+from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
 from prefill_worker.scheduler import PrefillScheduler
@@ -111,7 +112,8 @@ class HandoffDesk:
         self._open: dict[RequestId, _Desk] = {}
         self._settling: list[PrefillHandoff] = []
         self._calls: dict[int, _OpenCall] = {}
-        self._frames: deque[tuple[PrefillHandoff, PushFrame]] = deque()
+        self._frames = FrameOutbox()
+        self._sending: dict[ReservationId, PrefillHandoff] = {}
 
     @property
     def num_leases(self) -> int:
@@ -188,25 +190,18 @@ class HandoffDesk:
 
     def frame_sent(self, event: FrameSent) -> None:
         """Takes a link's progress."""
-        for desk in list(self._open.values()):
-            handoff = desk.handoff
-            if handoff.reservation_id == event.reservation_id:
-                self._run(handoff, handoff.frame_sent(event.reservation_id, event.frame_index))
+        handoff = self._sending.get(event.reservation_id)
+        if handoff is not None:
+            self._run(handoff, handoff.frame_sent(event.reservation_id, event.frame_index))
         self._push_frames()
 
     def link_down(self, event: LinkDown) -> None:
         """Takes a link's death: what it had not sent needs another place."""
-        self.totals.failed += 1
-        waiting = {
-            action.reservation_id
-            for _, action in self._frames
-            if action.target.incarnation == event.link.peer
-        }
-        for desk in list(self._open.values()):
-            reservation_id = desk.handoff.reservation_id
-            if reservation_id is not None and reservation_id in event.lost | waiting:
-                handoff = desk.handoff
+        for reservation_id in event.lost:
+            handoff = self._sending.get(reservation_id)
+            if handoff is not None:
                 self._run(handoff, handoff.frames_lost(reservation_id, event.detail))
+        self._push_frames()
 
     def tick(self) -> None:
         """Looks at leases and hold times."""
@@ -223,6 +218,9 @@ class HandoffDesk:
             case SendReserve(target=target):
                 answer = _reserve_answer(reply)
                 self.totals.refused += isinstance(answer, Refusal)
+                if isinstance(answer, Grant):
+                    # Making a link takes 10-400 ms on a busy machine: do it beside the prefill.
+                    self._links.open(_peer_of(target, answer.link))
                 self._run(handoff, handoff.reserve_answered(target, answer))
             case SendCommit(target=target):
                 self._run(handoff, handoff.commit_answered(target, _commit_answer(reply)))
@@ -241,9 +239,10 @@ class HandoffDesk:
                 case SendAbort():
                     self._abort(handoff, action)
                 case PushFrame():
-                    self._frames.append((handoff, action))
+                    self._sending[action.reservation_id] = handoff
+                    self._frames.add(action)
                 case DropFrames():
-                    self._drop_frames(action)
+                    self._drop_frames(action.reservation_id)
                 case ReportNeedsPlacement():
                     self._report_needs_placement(handoff, action)
                 case ReportHandedOff():
@@ -282,40 +281,25 @@ class HandoffDesk:
 
     def _push_frames(self) -> None:
         """Packs and pushes what links have room for; frames of one link keep their order."""
-        blocked: deque[tuple[PrefillHandoff, PushFrame]] = deque()
-        full = set()
-        while self._frames:
-            handoff, action = self._frames.popleft()
-            peer = action.target.incarnation
-            if peer in full or not self._links.has_room(peer):
-                full.add(peer)
-                blocked.append((handoff, action))
-                continue
-            self._push(handoff, action)
-        self._frames = blocked
+        while (action := self._frames.take(self._links.has_room)) is not None:
+            self._push(self._sending[action.reservation_id].request, action)
 
-    def _push(self, handoff: PrefillHandoff, action: PushFrame) -> None:
+    def _push(self, request: Request, action: PushFrame) -> None:
         frame = action.frame
-        request = handoff.request
         table = self._scheduler.block_table(request.request_id, request.attempt)
         block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
         layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
-        payload = self._kv.pack(block_ids, layers)
-        target = action.target
-        peer = LinkPeer(
-            worker_id=target.worker_id, incarnation=target.incarnation, endpoint=action.endpoint
-        )
         outgoing = OutgoingFrame(
-            reservation_id=action.reservation_id, frame_index=frame.index, payload=payload
+            reservation_id=action.reservation_id,
+            frame_index=frame.index,
+            payload=self._kv.pack(block_ids, layers),
         )
-        self._links.push(peer, outgoing)
+        self._links.push(_peer_of(action.target, action.endpoint), outgoing)
 
-    def _drop_frames(self, action: DropFrames) -> None:
-        reservation_id = action.reservation_id
+    def _drop_frames(self, reservation_id: ReservationId) -> None:
+        self._sending.pop(reservation_id, None)
         self._links.cancel(reservation_id)
-        self._frames = deque(
-            entry for entry in self._frames if entry[1].reservation_id != reservation_id
-        )
+        self._frames.drop(reservation_id)
 
     def _report_needs_placement(
         self, handoff: PrefillHandoff, action: ReportNeedsPlacement
@@ -360,6 +344,8 @@ class HandoffDesk:
         desk = self._open.get(request.request_id)
         assert desk is not None
         assert desk.handoff is handoff
+        if handoff.reservation_id is not None:
+            self._sending.pop(handoff.reservation_id, None)
         del self._open[request.request_id]
         if not handoff.is_settled:
             self._settling.append(handoff)
@@ -375,6 +361,10 @@ class HandoffDesk:
     def close(self) -> None:
         """Closes every link."""
         self._links.close()
+
+
+def _peer_of(target: DecodeTarget, endpoint: LinkEndpoint) -> LinkPeer:
+    return LinkPeer(worker_id=target.worker_id, incarnation=target.incarnation, endpoint=endpoint)
 
 
 def _reserve_answer(reply: rank_pb2.PeerReply) -> Grant | Refusal | CallFailed:

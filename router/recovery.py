@@ -266,6 +266,8 @@ class Recovery:
             link = self._pool.link(worker)
             await link.cancel(request_id, attempt, self._limits.call_timeout_s)
         except PdserveError as error:
+            # A frozen worker that wakes up goes on with the attempt: then it is told again.
+            self._cancelled.pop((worker, request_id, attempt), None)
             logger.debug(
                 "cancel not delivered",
                 extra={

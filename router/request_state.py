@@ -20,7 +20,7 @@ from enum import StrEnum
 from pdserve.errors import PdserveError
 from pdserve.request import FinishReason, HandoffId, Request, RequestId, finish_reason_after
 from pdserve.rpc.codec import finish_reason_from_wire
-from pdserve.rpc.status import error_from_parts
+from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import types_pb2, worker_pb2
 from router.policy import WorkerKey
 

@@ -11,8 +11,9 @@ import secrets
 import signal
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -52,6 +53,57 @@ _HEALTH_INTERVAL_S = 0.1
 _SETTLE_S = 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """What a router must know of the model: its limits, tokenizer and chat template."""
+
+    limits: ModelLimits
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    info: inference_pb2.GetModelInfoResponse
+
+    @classmethod
+    def load(cls, config: RouterConfig) -> Self:
+        """Reads the model folder; no weights.
+
+        Raises:
+            ConfigError: the folder or max_model_len is wrong.
+        """
+        folder = Path(config.model)
+        model = read_model_config(folder)
+        tokenizer = Tokenizer.load(folder)
+        template = ChatTemplate.load(folder)
+        limits = ModelLimits(
+            served_name=config.served_model_name or folder.name,
+            vocab_size=model.vocab_size,
+            max_model_len=effective_max_model_len(model, config.max_model_len),
+            special_ids=tokenizer.table.special_ids,
+            max_token_characters=tokenizer.max_token_characters,
+        )
+        info = inference_pb2.GetModelInfoResponse(
+            model=limits.served_name,
+            architecture=model.architecture,
+            revision=model.revision,
+            vocab_size=model.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=template is not None,
+            block_size=config.block_size,
+            max_logprobs=MAX_LOGPROBS,
+        )
+        return cls(limits=limits, tokenizer=tokenizer, template=template, info=info)
+
+    def request_maker(self, pool: WorkerPool, front_id: FrontId) -> RequestMaker:
+        """Returns what checks and tokenizes this model's requests, as the pool can hold them."""
+        return RequestMaker(
+            self.tokenizer,
+            self.template,
+            lambda: self.limits.within(pool.max_model_len),
+            tuple(self.info.eos_token_ids),
+            front_id,
+        )
+
+
 class RouterFront:
     """All parts of one front, and their life."""
 
@@ -62,17 +114,10 @@ class RouterFront:
             ConfigError: the folder or a limit is wrong.
         """
         self._config = config
-        self._clock = clock
         self.front_id = FrontId(f"front-{secrets.token_hex(8)}")
         self.metrics_registry = CollectorRegistry()
-        folder = Path(config.model)
-        model = read_model_config(folder)
-        max_model_len = effective_max_model_len(model, config.max_model_len)
-        served_name = config.served_model_name or folder.name
-        tokenizer = Tokenizer.load(folder)
-        template = ChatTemplate.load(folder)
-        metrics = RouterMetrics(self.metrics_registry, served_name)
-        self._metrics = metrics
+        model = ServedModel.load(config)
+        self._metrics = RouterMetrics(self.metrics_registry, model.limits.served_name)
         self.pool = WorkerPool(
             registry,
             self.front_id,
@@ -81,29 +126,22 @@ class RouterFront:
             silence_s=config.worker_silence_s,
             max_message_bytes=4 * config.max_request_bytes,
         )
-        placer = InProcessPlacer(self.pool, PrefixIndex(), config.block_size)
-        limits = Limits(
-            max_attempts=config.max_attempts,
-            max_client_buffer_bytes=config.max_client_buffer_bytes,
-            call_timeout_s=config.call_timeout_s,
-            no_worker_wait_s=config.no_worker_wait_s,
-        )
-        admission = Admission(config.max_queued, config.max_in_flight)
         self.dispatcher = Dispatcher(
-            self.pool, placer, admission, clock, limits, tokenizer.table, metrics
-        )
-        self._model_limits = ModelLimits(
-            served_name=served_name,
-            vocab_size=model.vocab_size,
-            max_model_len=max_model_len,
-            special_ids=tokenizer.table.special_ids,
-            max_token_characters=tokenizer.max_token_characters,
-        )
-        maker = RequestMaker(
-            tokenizer, template, self._limits_now, model.eos_token_ids, self.front_id
+            self.pool,
+            InProcessPlacer(self.pool, PrefixIndex(), config.block_size),
+            Admission(config.max_queued, config.max_in_flight),
+            clock,
+            Limits(
+                max_attempts=config.max_attempts,
+                max_client_buffer_bytes=config.max_client_buffer_bytes,
+                call_timeout_s=config.call_timeout_s,
+                no_worker_wait_s=config.no_worker_wait_s,
+            ),
+            model.tokenizer.table,
+            self._metrics,
         )
         self.service = InferenceService(
-            maker,
+            model.request_maker(self.pool, self.front_id),
             self.dispatcher,
             self.pool,
             ServerIdentity(
@@ -111,19 +149,9 @@ class RouterFront:
                 version=VERSION,
                 started_at_s=clock.now(),
                 default_timeout_s=config.default_timeout_s,
-                model_info=inference_pb2.GetModelInfoResponse(
-                    model=served_name,
-                    architecture=model.architecture,
-                    revision=model.revision,
-                    vocab_size=model.vocab_size,
-                    max_model_len=max_model_len,
-                    eos_token_ids=model.eos_token_ids,
-                    has_chat_template=template is not None,
-                    block_size=config.block_size,
-                    max_logprobs=MAX_LOGPROBS,
-                ),
+                model_info=model.info,
             ),
-            metrics,
+            self._metrics,
             clock,
         )
         self._server: RpcServer | None = None
@@ -146,13 +174,6 @@ class RouterFront:
             asyncio.create_task(self._watch(), name="health"),
         ]
         return port
-
-    def _limits_now(self) -> ModelLimits:
-        """Returns the model's limits, or the live workers' where they hold less."""
-        limits, held = self._model_limits, self.pool.max_model_len
-        if held is None or held >= limits.max_model_len:
-            return limits
-        return replace(limits, max_model_len=held)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work at once and waits for the streams that run."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from pdserve.errors import Cancelled, InvalidField, NoWorker, PdserveError
+from pdserve.errors import Cancelled, InternalError, InvalidField, NoWorker, PdserveError
 from pdserve.request import RequestId, Role
 from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
@@ -72,8 +72,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             active = await self._start(request, context)
         except PdserveError as error:
-            self._metrics.note_shed(error)
-            await abort_with(context, error)
+            await self._refuse(context, error)
+            return
+        except Exception:
+            logger.exception("a request could not be started")
+            await self._refuse(context, InternalError("the router failed on this request"))
             return
         try:
             await self._stream(active, context)
@@ -82,6 +85,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ending = active.buffer.ending
         if ending is not None and ending.error is not None:
             await _abort_in_time(context, ending.error)
+
+    async def _refuse(self, context: GenerateContext, error: PdserveError) -> None:
+        self._metrics.note_shed(error)
+        await abort_with(context, error)
 
     async def _start(
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
@@ -145,10 +152,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Describes the served model and its effective limits."""
         info = inference_pb2.GetModelInfoResponse()
         info.CopyFrom(self._identity.model_info)
-        held = self._pool.max_model_len
-        if held is not None:
-            info.max_model_len = min(info.max_model_len, held)
         info.dtype = self._pool.dtype
+        held_tokens = self._pool.max_model_len
+        if held_tokens is not None:
+            info.max_model_len = min(info.max_model_len, held_tokens)
         return info
 
     async def GetServerInfo(

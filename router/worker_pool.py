@@ -73,14 +73,41 @@ class WorkerPool:
         self._listener = listener
 
     async def run(self, poll_s: float) -> None:
-        """Polls until cancelled."""
+        """Polls the registry and watches for silence, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_silence(poll_s))
+            while True:
+                try:
+                    await self.poll()
+                except Exception:
+                    # A record that cannot be read must not blind the router for good.
+                    logger.exception("registry poll failed")
+                await asyncio.sleep(poll_s)
+
+    async def _watch_silence(self, pause_s: float) -> None:
+        """Apart from the registry, whose answer may take seconds."""
         while True:
-            await self.poll()
-            await asyncio.sleep(poll_s)
+            asleep_since_s = self._clock.now()
+            await asyncio.sleep(pause_s)
+            self.drop_silent(self._clock.now() - asleep_since_s - pause_s)
+
+    def drop_silent(self, own_delay_s: float) -> None:
+        """Declares workers dead that were not heard for too long.
+
+        Args:
+            own_delay_s: how much later than planned this call comes. If this process itself stood
+                still, what the workers said meanwhile has not been read yet: no one is judged.
+        """
+        if own_delay_s > self._silence_s / 2:
+            logger.warning("this process stood still", extra={"seconds": round(own_delay_s, 1)})
+            return
+        for link in list(self._links.values()):
+            silence_s = link.silence_s()
+            if silence_s > self._silence_s:
+                link.lose(f"silent for {silence_s:.1f} s")
 
     async def poll(self) -> None:
-        """Reads the registry once and drops silent workers."""
-        self._drop_silent()
+        """Reads the registry once."""
         try:
             records = await self._registry.list_workers()
         except RegistryUnavailable:
@@ -137,14 +164,19 @@ class WorkerPool:
         lengths = (link.record.max_model_len for link in self._links.values() if link.is_alive)
         return min(lengths, default=None)
 
-    @property
-    def dtype(self) -> str:
-        """Of the live workers' KV; empty while there is none."""
-        return next((link.record.dtype for link in self._links.values() if link.is_alive), "")
-
     def num_available(self, role: Role) -> int:
         """Returns how many workers of a pool take new work."""
         return sum(link.is_available and link.record.role is role for link in self._links.values())
+
+    @property
+    def dtype(self) -> str:
+        """The data type that workers compute in, as they registered it; empty before the first."""
+        for link in self._links.values():
+            for pair in link.record.geometry.split():
+                name, _, value = pair.partition("=")
+                if name == "dtype":
+                    return value
+        return ""
 
     @property
     def can_serve(self) -> bool:
@@ -194,12 +226,6 @@ class WorkerPool:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _drop_silent(self) -> None:
-        for link in list(self._links.values()):
-            silence_s = link.silence_s()
-            if silence_s > self._silence_s:
-                link.lose(f"silent for {silence_s:.1f} s")
 
     def _take_records(self, records: tuple[WorkerRecord, ...]) -> None:
         listed = set()

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError, DeadlineExceeded, PdserveError, WorkerLo
 from pdserve.process import ChildProcess, spawn
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, make_pair
-from pdserve.rpc.status import error_from_parts
+from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import rank_pb2
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def run_rank(build: Callable[[RankContext], Engine]) -> int:
         engine = build(context)
         read_channel(channel, inbox)
         _announce(context)
-        StepLoop(engine, inbox, outbox, context.clock, config.heartbeat_s / 2).run()
+        with closing(engine):
+            StepLoop(engine, inbox, outbox, context.clock, config.heartbeat_s / 2).run()
     except ConfigError as error:
         outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=True)))
         return 2

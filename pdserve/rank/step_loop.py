@@ -30,6 +30,10 @@ class Engine(Protocol):
         """Returns load, ledger, links and counters."""
         ...
 
+    def close(self) -> None:
+        """Ends all links and their threads: a live Gloo thread aborts the process at exit."""
+        ...
+
 
 class StepLoop:
     """Runs an engine until the face says so or is gone."""

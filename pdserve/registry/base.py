@@ -31,12 +31,6 @@ class WorkerRecord:
     face_pid: int
     rank_pids: tuple[int, ...]
 
-    @property
-    def dtype(self) -> str:
-        """Of the KV, as `geometry` names it; empty when it does not."""
-        pairs = (pair.partition("=") for pair in self.geometry.split())
-        return next((value for name, _, value in pairs if name == "dtype"), "")
-
 
 class Registry(Protocol):
     """Membership. Implementations: `memory` (tests, one process) and `redis`."""

@@ -12,22 +12,8 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from pdserve.errors import (
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    InternalError,
-    InvalidField,
-    LocalPrefillRefused,
-    ModelNotFound,
-    NoWorker,
-    Overloaded,
-    PdserveError,
-    StaleAttempt,
-    TooLong,
-    TransferError,
-    WorkerLost,
-)
+from pdserve.errors import InvalidField, NoWorker, Overloaded, PdserveError, TransferError
+from pdserve.rpc.error_parts import error_from_parts
 
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
@@ -35,25 +21,6 @@ DOMAIN = "pdserve"
 MAX_MESSAGE_CHARACTERS = 1024
 """A status travels in HTTP/2 headers, whose default limit is 8 KiB."""
 
-_PLAIN: dict[str, type[PdserveError]] = {
-    error.reason: error
-    for error in (
-        ModelNotFound,
-        DeadlineExceeded,
-        Cancelled,
-        LocalPrefillRefused,
-        StaleAttempt,
-        WorkerLost,
-        InternalError,
-        ConfigError,
-    )
-}
-_BY_CODE: dict[int, type[PdserveError]] = {
-    1: Cancelled,
-    4: DeadlineExceeded,
-    5: ModelNotFound,
-    14: WorkerLost,
-}
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -152,28 +119,3 @@ def error_from_status(status: status_pb2.Status) -> PdserveError:
         if retry.HasField("retry_delay")
         else None,
     )
-
-
-def error_from_parts(
-    *,
-    code: int,
-    reason: str,
-    message: str,
-    field: str = "",
-    limit: str = "",
-    retry_after_s: float | None = None,
-) -> PdserveError:
-    """Rebuilds an error from a code, a reason and a message, as in `Failed` and `RankError`."""
-    if reason in (InvalidField.reason, TooLong.reason):
-        kind = TooLong if reason == TooLong.reason else InvalidField
-        bad_field = kind(field, None, limit)
-        # The value itself does not travel; the text that names it does.
-        bad_field.args = (message,)
-        return bad_field
-    wait_s = 1.0 if retry_after_s is None else retry_after_s
-    if reason == Overloaded.reason or (not reason and code == Overloaded.grpc_code):
-        return Overloaded(message, wait_s)
-    if reason == NoWorker.reason:
-        return NoWorker(message, wait_s)
-    plain = _PLAIN.get(reason) or _BY_CODE.get(code, InternalError)
-    return plain(message)

@@ -157,6 +157,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._streams = FrontStreams(self._log, self.incarnation, self._clock, self._load)
         self._server: RpcServer | None = None
         self._stream_breaks: list[asyncio.Event] = []
+        self._thawed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -176,7 +177,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             metrics_address="",
             state="draining" if self.script.is_draining else "ready",
             compatibility_digest=self.digest,
-            geometry="block_size=16 dtype=float32",
+            geometry="num_layers=2 dtype=float32",
             model="tiny",
             max_model_len=self.max_model_len,
             total_blocks=self.total_blocks,
@@ -203,6 +204,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         assert self._server is not None
         await self._server.stop()
 
+    def wake(self, request_id: str) -> None:
+        """Ends a freeze: the request goes on where it stood, as if nothing had happened."""
+        self.script.freeze_before = None
+        self.is_frozen = False
+        self._thawed.set()
+        held = self.held[request_id]
+        held.task = self._spawn(self._decode(held))
+
+    async def _thaw(self) -> None:
+        if self.is_frozen:
+            await self._thawed.wait()
+
     def break_streams(self) -> None:
         """Cuts all token streams; everything else goes on."""
         for event in self._stream_breaks:
@@ -217,8 +230,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         spec = request.request
         self.network.submits.append((self.worker_id, spec.request_id, spec.attempt))
         self.specs.append(spec)
-        if self.is_frozen:
-            await asyncio.Event().wait()
+        await self._thaw()
         if self.script.refuse_submits > 0:
             self.script.refuse_submits -= 1
             await abort_with(context, self.script.refusal)
@@ -254,8 +266,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Cancel(
         self, request: worker_pb2.CancelRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.CancelResponse:
-        if self.is_frozen:
-            await asyncio.Event().wait()
+        await self._thaw()
         self.network.cancels.append((self.worker_id, request.request_id, request.attempt))
         fenced = max(self.fenced.get(request.request_id, 0), request.attempt)
         self.fenced[request.request_id] = fenced
@@ -275,8 +286,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         async for batch in self._streams.serve(request):
             if broken.is_set():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
-            if self.is_frozen:
-                await asyncio.Event().wait()
+            await self._thaw()
             yield batch
             if self.script.repeat_updates and batch.updates:
                 yield batch
@@ -284,8 +294,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetStatusResponse:
-        if self.is_frozen:
-            await asyncio.Event().wait()
+        await self._thaw()
         info = inference_pb2.WorkerInfo(
             worker_id=self.worker_id,
             role=self.role,

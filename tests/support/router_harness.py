@@ -119,6 +119,12 @@ async def eventually(
         await asyncio.sleep(0.005)
 
 
+async def let_others_run(num_turns: int) -> None:
+    """Gives the event loop so many turns."""
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+
+
 @asynccontextmanager
 async def run_cluster(folder: Path, **over: object) -> AsyncIterator[Cluster]:
     """Runs a front without workers; tests add them."""

@@ -7,13 +7,13 @@ import time
 import psutil
 import pytest
 
-from pdserve.process import spawn
+from pdserve.process import is_running, spawn
 
 PYTHON = sys.executable
 
 PARENT = """
 import sys, time
-from pdserve.process import spawn
+from pdserve.process import is_running, spawn
 child = spawn([sys.executable, "-c", "import time; time.sleep(60)"], name="grandchild")
 print(child.pid, flush=True)
 time.sleep(60)
@@ -137,3 +137,16 @@ def test_stop_kills_a_child_that_ignores_sigterm() -> None:
 def test_missing_program_is_named() -> None:
     with pytest.raises(FileNotFoundError, match="no program /nowhere/at/all for ghost"):
         spawn(["/nowhere/at/all"], name="ghost")
+
+
+def test_running_child_is_running_and_a_zombie_is_not() -> None:
+    child = spawn([PYTHON, "-c", "import time; time.sleep(60)"], name="sleeper")
+    assert is_running(child.pid)
+    child.kill()
+    deadline = time.monotonic() + 5
+    while is_running(child.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    child.wait(5)
+    assert not is_running(child.pid)

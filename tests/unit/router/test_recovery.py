@@ -1,6 +1,7 @@
 """Whatever dies, the client gets the tokens of an undisturbed run, each once, and one end."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.support.router_harness import (
     Cluster,
     eventually,
     generate,
+    let_others_run,
     request_for,
     run_cluster,
 )
@@ -319,3 +321,53 @@ async def test_C18_an_unavailable_registry_changes_nothing(cluster):
     cluster.registry.is_available = True
     cluster.registry.clear()
     await _check(cluster, attempts=1)
+
+
+async def test_G1_deaths_and_restarts_under_load_lose_no_token(cluster):
+    rng = random.Random(3)
+    for name in ("p0", "p1", "d0", "d1", "d2"):
+        await cluster.add(name, Script(token_delay_s=0.004))
+    await cluster.ready(5)
+    prompts = [[20 + number, *PROMPT] for number in range(40)]
+
+    async def one(number: int) -> None:
+        request = request_for(prompts[number], max_tokens=20 + number)
+        result = await generate(cluster, request)
+        assert result.error is None
+        assert result.token_ids == expected_tokens(prompts[number], 20 + number)
+
+    running = [asyncio.create_task(one(number)) for number in range(40)]
+    for incarnation in range(1000, 1006):
+        alive = [worker for worker in cluster.network.workers.values() if worker.is_alive]
+        victim = rng.choice(alive)
+        num_before = len(cluster.network.cancels) + len(cluster.network.submits)
+        await victim.die()
+        script = Script(token_delay_s=0.004)
+        await cluster.add(victim.worker_id, script, incarnation=incarnation, port=victim.port)
+        await eventually(
+            lambda num=num_before: (
+                len(cluster.network.cancels) + len(cluster.network.submits) > num
+                or all(task.done() for task in running)
+            )
+        )
+        await cluster.ready(5)
+    await asyncio.gather(*running)
+    await cluster.quiet()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_A6_a_cancel_at_any_stage_frees_every_worker(cluster, seed):
+    rng = random.Random(seed)
+    await cluster.add("p0", Script(refuse_reservations=0, hold_first_token_s=0.002))
+    await cluster.add("d0", Script(refuse_reservations=5, token_delay_s=0.001))
+    await cluster.ready(2)
+
+    async def one() -> None:
+        call = cluster.stub.Generate(request_for(max_tokens=100), timeout=20)
+        if rng.random() < 0.5:
+            await call.read()
+        await let_others_run(rng.randrange(0, 40))
+        call.cancel()
+
+    await asyncio.gather(*(one() for _ in range(20)))
+    await cluster.quiet()

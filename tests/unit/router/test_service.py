@@ -10,7 +10,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.errors import Cancelled, InvalidField, ModelNotFound, NoWorker, Overloaded, TooLong
+from pdserve.errors import (
+    Cancelled,
+    InternalError,
+    InvalidField,
+    ModelNotFound,
+    NoWorker,
+    Overloaded,
+    TooLong,
+)
 from pdserve.log import JsonFormatter
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
@@ -132,6 +140,7 @@ async def test_D2_the_boundary_is_the_limit_that_model_info_shows(cluster):
     info = await cluster.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
     limit = info.max_model_len
     assert limit == 4096
+    assert (info.model, info.dtype, info.has_chat_template) == ("tiny", "float32", True)
     fits = await generate(cluster, request_for([7] * (limit - 1), max_tokens=1))
     assert fits.error is None
     for prompt, max_tokens in ((limit, 1), (limit + 1, 1), (10 * limit, 1), (limit - 4, 5)):
@@ -217,21 +226,46 @@ async def test_D14_cancels_at_random_points_leave_nothing_behind(cluster):
     assert (await generate(cluster)).error is None
 
 
-async def test_D11_a_slow_reader_is_cut_alone(text_folder):
-    async with run_cluster(text_folder, max_client_buffer_bytes=4096) as cluster:
-        await cluster.add("d0", Script(token_delay_s=0.0))
+async def test_D11_a_client_that_does_not_read_is_cut_alone(text_folder):
+    long = {"max_tokens": 3000, "logprobs": 20}
+    async with run_cluster(text_folder, max_client_buffer_bytes=64 * 1024) as cluster:
+        await cluster.add("d0")
         await cluster.ready(1)
-        async with open_channel(f"127.0.0.1:{cluster.port}") as channel:
+        # A client whose window does not grow: its transport takes 64 KiB and no more.
+        address, options = f"127.0.0.1:{cluster.port}", [("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            slow = stub.Generate(request_for(max_tokens=4000, logprobs=20), timeout=30)
-            await slow.read()
-            others = await asyncio.gather(*(generate(cluster) for _ in range(5)))
-            assert all(other.error is None for other in others)
+            stuck = stub.Generate(request_for(**long), timeout=60)
+            await stuck.read()
+            reading = await generate(cluster, request_for(**long), timeout_s=60)
+            assert reading.error is None
+            assert len(reading.token_ids) == 3000
             await eventually(lambda: cluster.front.dispatcher.num_in_flight == 0)
-            num_tokens = await _read_to_the_error(slow)
-            assert num_tokens < 3900
-            assert (await slow.code()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert 0 < await _read_to_the_error(stuck) < 2900
+            assert (await stuck.code()) is grpc.StatusCode.RESOURCE_EXHAUSTED
         await cluster.quiet()
+
+
+async def test_D12_a_message_over_the_limit_is_refused_with_both_sizes(text_folder):
+    async with run_cluster(text_folder, max_request_bytes=10_000) as cluster:
+        request = request_for()
+        request.text = "x" * 20_000
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.stub.Generate(request, timeout=5).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "10000" in (caught.value.details() or "")
+
+
+async def test_a_defect_of_the_router_is_internal_and_shows_nothing(cluster, monkeypatch):
+    await _pair(cluster)
+
+    async def fail(*_: object) -> None:
+        raise KeyError("inner detail")
+
+    monkeypatch.setattr(cluster.front.service._maker, "make", fail)
+    result = await generate(cluster)
+    assert isinstance(result.error, InternalError)
+    assert "inner detail" not in str(result.error)
 
 
 async def _read_to_the_error(call) -> int:

@@ -19,8 +19,9 @@ from pdserve.errors import (
     TransferError,
     WorkerLost,
 )
+from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.server import make_server, open_channel
-from pdserve.rpc.status import abort_with, error_from_parts, error_from_rpc, status_of
+from pdserve.rpc.status import abort_with, error_from_rpc, status_of
 
 ERRORS: list[PdserveError] = [
     InvalidField("sampling.top_p", 0.0, "in (0, 1]"),

@@ -1,0 +1,460 @@
+"""Both ends of real links in one process, over loopback."""
+
+import gc
+import os
+import pickle
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEvent, Post
+from kv_transfer.memory_links import MemoryHub, MemoryReceiver, MemorySender
+from kv_transfer.receiver import LinkListener
+from kv_transfer.sender import LinkPool
+from kv_transfer.sending_link import SenderIdentity
+from kv_transfer.transport import FrameReceiver, FrameSender, LinkPeer, OutgoingFrame
+from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.request import Incarnation, ReservationId, WorkerId
+from pdserve.rpc.v1 import link_pb2
+
+CONFIG = HandoffConfig(ring_slots=2, frame_timeout_s=3.0, connect_timeout_s=1.0)
+SLOT_BYTES = 4096
+D = Incarnation(9)
+ME = SenderIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1), host="127.0.0.1")
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self.post: Post = self._events.put
+
+    def get(self) -> LinkEvent:
+        return self._events.get(timeout=10)
+
+    def landed(self) -> FrameLanded:
+        event = self.get()
+        assert isinstance(event, FrameLanded), event
+        return event
+
+    def sent(self) -> FrameSent:
+        event = self.get()
+        assert isinstance(event, FrameSent), event
+        return event
+
+    def down(self) -> LinkDown:
+        event = self.get()
+        assert isinstance(event, LinkDown), event
+        return event
+
+    @property
+    def is_empty(self) -> bool:
+        return self._events.empty()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as cleanup:
+        yield cleanup
+
+
+@pytest.fixture
+def arrivals() -> Inbox:
+    return Inbox()
+
+
+@pytest.fixture
+def departures() -> Inbox:
+    return Inbox()
+
+
+def listen(
+    stack: ExitStack, inbox: Inbox, incarnation: Incarnation = D, slot_bytes: int = SLOT_BYTES
+) -> LinkListener:
+    listener = LinkListener(
+        host="127.0.0.1",
+        incarnation=incarnation,
+        config=CONFIG,
+        slot_bytes=slot_bytes,
+        post=inbox.post,
+    )
+    stack.callback(listener.close)
+    return listener
+
+
+def make_pool(
+    stack: ExitStack, inbox: Inbox, faults: FaultConfig | None = None, max_links: int = 64
+) -> LinkPool:
+    pool = LinkPool(me=ME, config=CONFIG, post=inbox.post, faults=faults, max_links=max_links)
+    stack.callback(pool.close)
+    return pool
+
+
+def peer_of(receiver: FrameReceiver, incarnation: Incarnation = D) -> LinkPeer:
+    return LinkPeer(worker_id=WorkerId("d"), incarnation=incarnation, endpoint=receiver.endpoint())
+
+
+def outgoing(index: int, num_bytes: int = 100, reservation: bytes = b"r") -> OutgoingFrame:
+    payload = (torch.arange(num_bytes) * (index + 3)).to(torch.uint8)
+    return OutgoingFrame(
+        reservation_id=ReservationId(reservation), frame_index=index, payload=payload
+    )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+Ends = tuple[FrameSender, FrameReceiver]
+
+
+@pytest.fixture(params=["gloo", "memory"])
+def ends(
+    request: pytest.FixtureRequest, stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> Ends:
+    if request.param == "gloo":
+        return make_pool(stack, departures), listen(stack, arrivals)
+    hub = MemoryHub()
+    sender = MemorySender(
+        hub=hub,
+        worker_id=ME.worker_id,
+        incarnation=ME.incarnation,
+        ring_slots=2,
+        post=departures.post,
+    )
+    receiver = MemoryReceiver(
+        hub=hub, incarnation=D, ring_slots=2, slot_bytes=SLOT_BYTES, post=arrivals.post
+    )
+    return sender, receiver
+
+
+def test_frames_land_in_order_with_their_bytes(
+    ends: Ends, arrivals: Inbox, departures: Inbox
+) -> None:
+    sender, receiver = ends
+    for index in range(20):
+        frame = outgoing(index, num_bytes=1 + 200 * index)
+        sender.push(peer_of(receiver), frame)
+        landed = arrivals.landed()
+        assert (landed.frame_index, landed.is_intact) == (index, True)
+        assert torch.equal(receiver.payload(landed), frame.payload)
+        receiver.release_slot(landed)
+        assert departures.sent().frame_index == index
+
+
+def test_no_frame_lands_without_a_free_slot_and_the_queue_is_bounded(
+    ends: Ends, arrivals: Inbox, departures: Inbox
+) -> None:
+    sender, receiver = ends
+    peer = peer_of(receiver)
+    for index in range(2):
+        sender.push(peer, outgoing(index))
+    held = [arrivals.landed(), arrivals.landed()]
+    assert {landed.slot for landed in held} == {0, 1}
+    index = 2
+    while sender.has_room(D):
+        sender.push(peer, outgoing(index))
+        index += 1
+        time.sleep(0.05)
+    assert index <= 2 + CONFIG.ring_slots + 2
+    assert arrivals.is_empty
+    for landed in held:
+        receiver.release_slot(landed)
+    for expected in range(2, index):
+        landed = arrivals.landed()
+        assert landed.frame_index == expected
+        receiver.release_slot(landed)
+
+
+def test_a_cancel_drops_what_is_queued_of_one_reservation(ends: Ends, arrivals: Inbox) -> None:
+    sender, receiver = ends
+    peer = peer_of(receiver)
+    for index in range(2):
+        sender.push(peer, outgoing(index))
+    held = [arrivals.landed(), arrivals.landed()]
+    for index in range(2, 4):
+        sender.push(peer, outgoing(index))
+    wait_until(lambda: sender.links()[0].frames_in_flight <= 2)
+    sender.push(peer, outgoing(8, reservation=b"cancelled"))
+    sender.push(peer, outgoing(9, reservation=b"kept"))
+    sender.cancel(ReservationId(b"cancelled"))
+    for landed in held:
+        receiver.release_slot(landed)
+    seen = []
+    while 9 not in seen:
+        landed = arrivals.landed()
+        seen.append(landed.frame_index)
+        receiver.release_slot(landed)
+    assert seen == [2, 3, 9]
+
+
+def test_a_peer_that_is_not_there_costs_the_frame_and_no_wait(
+    ends: Ends, departures: Inbox
+) -> None:
+    sender, receiver = ends
+    peer = peer_of(receiver)
+    receiver.close()
+    sender.push(peer, outgoing(0))
+    down = departures.down()
+    assert down.lost == {b"r"}
+    assert sender.has_room(D)
+
+
+def test_another_incarnation_at_the_same_address_is_not_used(
+    ends: Ends, departures: Inbox, arrivals: Inbox
+) -> None:
+    sender, receiver = ends
+    sender.push(peer_of(receiver, Incarnation(8)), outgoing(0))
+    assert departures.down().lost == {b"r"}
+    assert not any(isinstance(event, FrameLanded) for event in _drain(arrivals))
+
+
+def _drain(inbox: Inbox) -> list[LinkEvent]:
+    events = []
+    while not inbox.is_empty:
+        events.append(inbox.get())
+    return events
+
+
+def test_a_corrupted_frame_is_seen_and_the_next_one_is_whole(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures, FaultConfig(corrupt_frame=2))
+    flags = []
+    for index in range(3):
+        pool.push(peer_of(receiver), outgoing(index))
+        landed = arrivals.landed()
+        flags.append(landed.is_intact)
+        receiver.release_slot(landed)
+    assert flags == [True, False, True]
+
+
+def test_a_silent_corruption_shows_only_in_the_bytes(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures, FaultConfig(corrupt_frame_silently=1))
+    expected = outgoing(0).payload
+    pool.push(peer_of(receiver), outgoing(0))
+    landed = arrivals.landed()
+    assert landed.is_intact
+    assert int((receiver.payload(landed) != expected).sum()) == 1
+
+
+def test_a_goodbye_alarms_nobody(stack: ExitStack, arrivals: Inbox, departures: Inbox) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures)
+    pool.push(peer_of(receiver), outgoing(0))
+    receiver.release_slot(arrivals.landed())
+    departures.sent()
+    pool.close()
+    wait_until(lambda: receiver.links() == ())
+    assert arrivals.is_empty
+    assert departures.is_empty
+
+
+def test_a_link_that_died_is_replaced_under_the_next_epoch(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures)
+    pool.push(peer_of(receiver), outgoing(0))
+    receiver.release_slot(arrivals.landed())
+    departures.sent()
+    pool._links[D].end("broken by the test")
+    assert departures.down().link.epoch == 1
+    assert arrivals.down().link.epoch == 1
+    pool.push(peer_of(receiver), outgoing(1))
+    assert arrivals.landed().link.epoch == 2
+
+
+def test_landed_frames_outlive_their_link(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures)
+    frame = outgoing(0)
+    pool.push(peer_of(receiver), frame)
+    landed = arrivals.landed()
+    departures.sent()
+    pool._links[D].end("broken by the test")
+    arrivals.down()
+    assert torch.equal(receiver.payload(landed), frame.payload)
+    receiver.release_slot(landed)
+    wait_until(lambda: not receiver._links)
+
+
+def test_the_least_recently_used_idle_link_makes_room(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    pool = make_pool(stack, departures, max_links=2)
+    incarnations = [Incarnation(20), Incarnation(21), Incarnation(22)]
+    receivers = [listen(stack, arrivals, incarnation) for incarnation in incarnations]
+    for receiver, incarnation in zip(receivers, incarnations, strict=True):
+        pool.push(peer_of(receiver, incarnation), outgoing(0))
+        receiver.release_slot(arrivals.landed())
+        departures.sent()
+        wait_until(pool._links[incarnation].is_idle.__bool__)
+    assert [link.peer for link in pool.links()] == incarnations[1:]
+    wait_until(lambda: receivers[0].links() == ())
+    assert arrivals.is_empty
+
+
+def test_dead_links_leave_no_thread_no_descriptor_and_no_ring(arrivals: Inbox) -> None:
+    def count() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    departures = Inbox()
+    with ExitStack() as stack:
+        receiver = listen(stack, arrivals)
+        before = count()
+        for number in range(12):
+            pool = LinkPool(me=identity_at(number), config=CONFIG, post=departures.post)
+            pool.push(peer_of(receiver), outgoing(0))
+            landed = arrivals.landed()
+            departures.sent()
+            if number % 2:
+                pool._links[D].end("broken by the test")
+                arrivals.down()
+                departures.down()
+            receiver.release_slot(landed)
+            pool.close()
+        wait_until(lambda: not receiver._links and not receiver._threads)
+        wait_until(lambda: count()[0] <= before[0] and count()[1] <= before[1])
+
+
+def identity_at(number: int) -> SenderIdentity:
+    return SenderIdentity(
+        worker_id=WorkerId("p"), incarnation=Incarnation(100 + number), host="127.0.0.1"
+    )
+
+
+class _Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self._canary = canary
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self._canary}",)
+
+
+def frame_bytes(notice: link_pb2.LinkNotice) -> bytes:
+    payload = notice.SerializeToString()
+    return struct.pack("!I", len(payload)) + payload
+
+
+def hello(token: bytes, epoch: int = 1) -> bytes:
+    return frame_bytes(
+        link_pb2.LinkNotice(
+            hello=link_pb2.LinkHello(
+                token=token, prefill_worker_id="p", prefill_incarnation=5, epoch=epoch
+            )
+        )
+    )
+
+
+def send_raw(receiver: LinkListener, data: bytes) -> bytes:
+    """Returns what the listener answers until it closes the connection."""
+    endpoint = receiver.endpoint()
+    with socket.create_connection((endpoint.host, endpoint.port), 5) as connection:
+        connection.sendall(data)
+        answer = b""
+        try:
+            while piece := connection.recv(4096):
+                answer += piece
+        except ConnectionResetError:
+            pass
+        return answer
+
+
+def test_E1_garbage_and_pickles_end_the_connection_and_nothing_else(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox, tmp_path: Path
+) -> None:
+    canary = tmp_path / "canary"
+    bomb = pickle.dumps(_Bomb(canary))
+    receiver = listen(stack, arrivals)
+    attacks = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bomb,
+        struct.pack("!I", len(bomb)) + bomb,
+        b"\xff" * 64,
+        struct.pack("!I", 0),
+        frame_bytes(link_pb2.LinkNotice(bye=link_pb2.LinkBye())),
+        hello(b""),
+        hello(b"wrong" * 8),
+        hello(receiver.endpoint().token[:-1]),
+    ]
+    for attack in attacks:
+        assert send_raw(receiver, attack) == b""
+    wait_until(lambda: receiver.num_rejected == len(attacks))
+    assert not canary.exists()
+    assert arrivals.is_empty
+    pool = make_pool(stack, departures)
+    pool.push(peer_of(receiver), outgoing(0))
+    arrivals.landed()
+
+
+def test_a_silent_connection_is_closed_at_the_deadline(stack: ExitStack, arrivals: Inbox) -> None:
+    receiver = listen(stack, arrivals)
+    assert send_raw(receiver, b"") == b""
+    assert receiver.num_rejected == 1
+
+
+def test_an_epoch_that_is_not_new_is_refused(stack: ExitStack, arrivals: Inbox) -> None:
+    receiver = listen(stack, arrivals)
+    token = receiver.endpoint().token
+    assert send_raw(receiver, hello(token, epoch=3)) != b""
+    arrivals.down()
+    rejected = receiver.num_rejected
+    send_raw(receiver, hello(token, epoch=3))
+    wait_until(lambda: receiver.num_rejected == rejected + 1)
+
+
+def test_a_frame_that_does_not_fit_a_slot_ends_the_link(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures)
+    pool.push(peer_of(receiver), outgoing(0, num_bytes=SLOT_BYTES + 1))
+    assert "bytes" in arrivals.down().detail
+    assert departures.down().lost == {b"r"}
+
+
+def test_the_listener_listens_on_its_one_address(stack: ExitStack, arrivals: Inbox) -> None:
+    endpoint = listen(stack, arrivals).endpoint()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", endpoint.port), 1)
+
+
+def test_a_closed_listener_ends_its_threads(arrivals: Inbox) -> None:
+    before = threading.active_count()
+    with ExitStack() as stack:
+        listen(stack, arrivals)
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_an_injected_delay_holds_each_frame_back(
+    stack: ExitStack, arrivals: Inbox, departures: Inbox
+) -> None:
+    receiver = listen(stack, arrivals)
+    pool = make_pool(stack, departures, FaultConfig(frame_delay_s=0.2))
+    begun_at_s = time.monotonic()
+    for index in range(2):
+        pool.push(peer_of(receiver), outgoing(index))
+    for _ in range(2):
+        receiver.release_slot(arrivals.landed())
+    assert time.monotonic() - begun_at_s >= 0.4

@@ -1,0 +1,344 @@
+from collections.abc import Callable
+
+import pytest
+
+from kv_transfer.prefill_actions import (
+    DropFrames,
+    PrefillAction,
+    PrefillStage,
+    PushFrame,
+    ReleaseBlocks,
+    ReportHandedOff,
+    ReportNeedsPlacement,
+    ReportReturned,
+    ReturnReason,
+    SendAbort,
+    SendCommit,
+    SendRenew,
+    SendReserve,
+)
+from kv_transfer.prefill_side import PrefillHandoff
+from kv_transfer.protocol import (
+    Acknowledged,
+    CallFailed,
+    HandoffAborted,
+    Refusal,
+    RefusalReason,
+)
+from pdserve.timeline import ManualClock
+from tests.unit.kv_transfer.sides import (
+    CONFIG,
+    MANIFEST,
+    NUM_TOKENS,
+    TOKEN,
+    grant,
+    make_prefill,
+    target,
+)
+
+
+def kinds(actions: list[PrefillAction]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def pushed(actions: list[PrefillAction]) -> list[int]:
+    return [action.frame.index for action in actions if isinstance(action, PushFrame)]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(50.0)
+
+
+@pytest.fixture
+def handoff(clock: ManualClock) -> PrefillHandoff:
+    return make_prefill(clock)
+
+
+def reserve(handoff: PrefillHandoff) -> None:
+    handoff.place(target())
+
+
+def be_granted(handoff: PrefillHandoff) -> None:
+    reserve(handoff)
+    handoff.reserve_answered(target(), grant())
+
+
+def send_some(handoff: PrefillHandoff) -> None:
+    be_granted(handoff)
+    handoff.computed(64)
+
+
+def commit(handoff: PrefillHandoff) -> None:
+    send_some(handoff)
+    handoff.sampled(TOKEN, is_finished=False)
+
+
+def nothing(handoff: PrefillHandoff) -> None:
+    pass
+
+
+STAGES = [nothing, reserve, be_granted, send_some, commit]
+Setup = Callable[[PrefillHandoff], None]
+
+
+def test_placing_asks_for_a_reservation(handoff: PrefillHandoff) -> None:
+    (action,) = handoff.place(target())
+    assert isinstance(action, SendReserve)
+    assert action.envelope.reservation_id is None
+    assert action.envelope.decode_attempt == 1
+
+
+def test_frames_computed_before_the_grant_are_pushed_when_it_comes(
+    handoff: PrefillHandoff,
+) -> None:
+    reserve(handoff)
+    assert handoff.computed(70) == []
+    assert pushed(handoff.reserve_answered(target(), grant())) == [0, 1]
+    assert pushed(handoff.computed(NUM_TOKENS)) == [2, 3]
+    assert handoff.computed(NUM_TOKENS) == []
+
+
+def test_the_commit_goes_out_with_the_token_before_the_frames_are_through(
+    handoff: PrefillHandoff,
+) -> None:
+    send_some(handoff)
+    actions = handoff.sampled(TOKEN, is_finished=False)
+    assert pushed(actions) == [2, 3]
+    assert isinstance(actions[-1], SendCommit)
+    assert actions[-1].first_token == TOKEN
+    assert actions[-1].envelope.reservation_id == b"res1"
+
+
+def test_a_grant_after_the_token_pushes_everything_and_commits(handoff: PrefillHandoff) -> None:
+    reserve(handoff)
+    assert handoff.sampled(TOKEN, is_finished=False) == []
+    actions = handoff.reserve_answered(target(), grant())
+    assert pushed(actions) == [0, 1, 2, 3]
+    assert isinstance(actions[-1], SendCommit)
+
+
+def test_the_acknowledgement_hands_off_and_releases(
+    handoff: PrefillHandoff, clock: ManualClock
+) -> None:
+    commit(handoff)
+    clock.advance(0.25)
+    report, release = handoff.commit_answered(target(), Acknowledged())
+    assert report == ReportHandedOff(
+        decode_attempt=1,
+        handoff_s=0.25,
+        num_blocks=MANIFEST.num_blocks,
+        num_bytes=MANIFEST.num_bytes,
+    )
+    assert release == ReleaseBlocks()
+    assert handoff.is_settled
+
+
+@pytest.mark.parametrize("setup", STAGES[:-1])
+def test_a_token_that_ends_the_sequence_releases_and_never_commits(
+    handoff: PrefillHandoff, setup: Setup
+) -> None:
+    setup(handoff)
+    actions = handoff.sampled(TOKEN, is_finished=True)
+    assert SendCommit not in kinds(actions)
+    assert kinds(actions).count(SendAbort) == (setup is not nothing)
+    assert actions[-1] == ReleaseBlocks()
+    assert handoff.stage is PrefillStage.FINISHED
+
+
+@pytest.mark.parametrize("setup", STAGES)
+def test_A6_a_cancel_at_each_phase_tells_decode_and_releases_once(
+    handoff: PrefillHandoff, setup: Setup
+) -> None:
+    setup(handoff)
+    actions = handoff.cancel()
+    assert kinds(actions).count(SendAbort) == (setup is not nothing)
+    assert kinds(actions).count(ReleaseBlocks) == 1
+    assert DropFrames in kinds(actions) or setup in (nothing, reserve)
+    assert handoff.cancel() == []
+    assert handoff.tick() == []
+    assert handoff.computed(NUM_TOKENS) == []
+
+
+def test_A7_prefill_that_is_cancelled_after_a_chunk_never_commits(
+    handoff: PrefillHandoff,
+) -> None:
+    send_some(handoff)
+    assert SendAbort in kinds(handoff.cancel())
+    assert handoff.sampled(TOKEN, is_finished=False) == []
+
+
+def test_A3_a_grant_that_comes_after_the_cancel_is_given_back(handoff: PrefillHandoff) -> None:
+    reserve(handoff)
+    handoff.cancel()
+    assert not handoff.is_settled
+    (action,) = handoff.reserve_answered(target(), grant())
+    assert isinstance(action, SendAbort)
+    assert action.envelope.reservation_id == b"res1"
+    assert handoff.is_settled
+
+
+@pytest.mark.parametrize(
+    ("outcome", "must_abort", "retry_after_s"),
+    [
+        (Refusal(reason=RefusalReason.NO_ROOM, detail="", retry_after_s=0.5), False, 0.5),
+        (Refusal(reason=RefusalReason.STALE, detail=""), False, 0.0),
+        (CallFailed(detail="timed out"), True, None),
+        (CallFailed(detail="refused", is_unreachable=True), True, None),
+    ],
+)
+def test_a_reservation_that_fails_needs_another_placement(
+    handoff: PrefillHandoff,
+    outcome: Refusal | CallFailed,
+    must_abort: bool,
+    retry_after_s: float | None,
+) -> None:
+    reserve(handoff)
+    actions = handoff.reserve_answered(target(), outcome)
+    assert (SendAbort in kinds(actions)) == must_abort
+    report = actions[-1]
+    assert isinstance(report, ReportNeedsPlacement)
+    assert report.retry_after_s == retry_after_s
+    assert report.hold_s == CONFIG.hold_s
+    assert ReleaseBlocks not in kinds(actions)
+
+
+def test_a_refusal_of_a_cancelled_request_returns_it_at_once(handoff: PrefillHandoff) -> None:
+    reserve(handoff)
+    actions = handoff.reserve_answered(target(), Refusal(reason=RefusalReason.CANCELLED, detail=""))
+    assert kinds(actions) == [ReportReturned, ReleaseBlocks]
+
+
+def test_a_manifest_that_differs_is_not_sent(handoff: PrefillHandoff) -> None:
+    reserve(handoff)
+    handoff.computed(NUM_TOKENS)
+    wrong = grant()
+    object.__setattr__(wrong, "manifest_digest", b"other")
+    actions = handoff.reserve_answered(target(), wrong)
+    assert kinds(actions) == [DropFrames, SendAbort, ReportNeedsPlacement]
+
+
+def test_another_placement_sends_everything_again_and_computes_nothing(
+    handoff: PrefillHandoff,
+) -> None:
+    commit(handoff)
+    handoff.commit_answered(target(), HandoffAborted(detail="preempted"))
+    assert handoff.is_held
+    (ask,) = handoff.place(target(2))
+    assert isinstance(ask, SendReserve)
+    actions = handoff.reserve_answered(target(2), grant(2))
+    assert pushed(actions) == [0, 1, 2, 3]
+    assert isinstance(actions[-1], SendCommit)
+    assert actions[-1].envelope.reservation_id == b"res2"
+
+
+def test_a_placement_that_is_not_newer_is_ignored(handoff: PrefillHandoff) -> None:
+    reserve(handoff)
+    assert handoff.place(target(2)) == []
+    handoff.reserve_answered(target(), CallFailed(detail="x"))
+    assert handoff.place(target(1)) == []
+
+
+def test_lost_frames_abandon_the_reservation_they_belong_to(handoff: PrefillHandoff) -> None:
+    send_some(handoff)
+    reservation_id = grant(1).reservation_id
+    assert handoff.frames_lost(grant(2).reservation_id, "x") == []
+    actions = handoff.frames_lost(reservation_id, "peer lost")
+    assert kinds(actions) == [DropFrames, SendAbort, ReportNeedsPlacement]
+    assert handoff.frames_lost(reservation_id, "again") == []
+
+
+def test_a_lost_answer_to_the_commit_is_asked_for_again(handoff: PrefillHandoff) -> None:
+    commit(handoff)
+    actions = handoff.commit_answered(target(), CallFailed(detail="timed out"))
+    assert kinds(actions) == [SendCommit]
+    assert kinds(handoff.commit_answered(target(), Acknowledged()))[-1] is ReleaseBlocks
+
+
+def test_a_decode_worker_that_is_gone_at_the_commit_is_given_up_at_once(
+    handoff: PrefillHandoff,
+) -> None:
+    commit(handoff)
+    actions = handoff.commit_answered(target(), CallFailed(detail="x", is_unreachable=True))
+    assert kinds(actions) == [DropFrames, SendAbort, ReportNeedsPlacement]
+
+
+def test_an_answer_of_an_older_placement_changes_nothing(handoff: PrefillHandoff) -> None:
+    commit(handoff)
+    handoff.frames_lost(grant().reservation_id, "x")
+    handoff.place(target(2))
+    assert handoff.commit_answered(target(1), Acknowledged()) == []
+    assert handoff.stage is PrefillStage.RESERVING
+
+
+def test_the_lease_is_renewed_thrice_in_its_length(
+    handoff: PrefillHandoff, clock: ManualClock
+) -> None:
+    be_granted(handoff)
+    renewals = 0
+    for _ in range(90):
+        clock.advance(0.1)
+        renewals += kinds(handoff.tick()).count(SendRenew)
+    assert renewals in (2, 3)
+
+
+def test_A4_a_long_computation_keeps_its_reservation(
+    handoff: PrefillHandoff, clock: ManualClock
+) -> None:
+    be_granted(handoff)
+    for _ in range(100):
+        clock.advance(1.0)
+        assert set(kinds(handoff.tick())) <= {SendRenew}
+        handoff.renewed(target(), is_alive=True)
+    assert pushed(handoff.computed(NUM_TOKENS)) == [0, 1, 2, 3]
+
+
+def test_a_reservation_that_is_gone_needs_another_placement(handoff: PrefillHandoff) -> None:
+    be_granted(handoff)
+    assert kinds(handoff.renewed(target(), is_alive=False)) == [DropFrames, ReportNeedsPlacement]
+
+
+@pytest.mark.parametrize("setup", [reserve, send_some, commit])
+def test_no_stage_lasts_for_ever(handoff: PrefillHandoff, clock: ManualClock, setup: Setup) -> None:
+    setup(handoff)
+    seen: list[type] = []
+    for _ in range(100):
+        clock.advance(0.1)
+        seen += kinds(handoff.tick())
+    assert ReportNeedsPlacement in seen
+
+
+def test_progress_of_the_link_puts_the_deadline_off(
+    handoff: PrefillHandoff, clock: ManualClock
+) -> None:
+    commit(handoff)
+    for index in range(4):
+        clock.advance(CONFIG.frame_timeout_s * 1.5)
+        handoff.frame_sent(grant().reservation_id, index)
+        assert ReportNeedsPlacement not in kinds(handoff.tick())
+
+
+def test_kv_without_a_place_is_held_and_then_returned(
+    handoff: PrefillHandoff, clock: ManualClock
+) -> None:
+    commit(handoff)
+    handoff.commit_answered(target(), HandoffAborted(detail="x"))
+    clock.advance(CONFIG.hold_s)
+    assert handoff.tick() == []
+    clock.advance(0.1)
+    report, release = handoff.tick()
+    assert isinstance(report, ReportReturned)
+    assert report.reason is ReturnReason.PLACEMENT_TIMEOUT
+    assert release == ReleaseBlocks()
+    assert handoff.place(target(2)) == []
+
+
+def test_the_hold_does_not_run_while_the_prompt_is_computed(
+    handoff: PrefillHandoff, clock: ManualClock
+) -> None:
+    reserve(handoff)
+    handoff.reserve_answered(target(), CallFailed(detail="x"))
+    clock.advance(10 * CONFIG.hold_s)
+    assert handoff.tick() == []
+    handoff.sampled(TOKEN, is_finished=False)
+    assert handoff.tick() == []
