@@ -203,7 +203,7 @@ async def test_abort_ends_a_request_as_cancelled(cluster):
     await cluster.quiet()
 
 
-async def test_D14_cancels_at_random_points_leave_nothing_behind(cluster):
+async def test_D14_cancels_at_random_points_leave_nothing_behind(cluster, caplog):
     await cluster.add("p0", Script(token_delay_s=0.001))
     await cluster.add("p1", Script(hold_first_token_s=0.005))
     await cluster.add("d0", Script(token_delay_s=0.002, refuse_reservations=10))
@@ -223,6 +223,7 @@ async def test_D14_cancels_at_random_points_leave_nothing_behind(cluster):
     await asyncio.gather(*(cancel_after(random_number.randrange(0, 12)) for _ in range(100)))
     await cluster.quiet()
     await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert (await generate(cluster)).error is None
 
 
