@@ -13,6 +13,7 @@ from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.prompt_scores import report_prompt_scores
 from pdserve.rank.tombstones import Tombstones
 from pdserve.request import FinishReason, Request, RequestId
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
@@ -155,6 +156,7 @@ class DecodeEngine:
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
         result = self._runner.run(plan)
+        report_prompt_scores(plan, result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):
             self._stream(progress)
         return True

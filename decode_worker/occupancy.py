@@ -19,6 +19,7 @@ from pdserve.engine.scheduler import (
     Stage,
     WaitingLanes,
     check_references,
+    max_hit_blocks,
     num_blocks_for,
 )
 from pdserve.request import Request
@@ -72,9 +73,9 @@ class Occupancy:
         """Finds what need not be sent: any full block, since the next token comes along."""
         return self.cache.find(chain, chain.num_full_blocks)
 
-    def find_for_computing(self, chain: HashChain) -> PrefixHit:
-        """Finds what need not be computed: the last token always is, for its logits."""
-        return self.cache.find(chain, (len(chain) - 1) // self._block_size)
+    def find_for_computing(self, request: Request, chain: HashChain) -> PrefixHit:
+        """Finds what need not be computed."""
+        return self.cache.find(chain, max_hit_blocks(request, chain))
 
     def num_hit_tokens(self, hit: PrefixHit) -> int:
         """Returns the tokens in the blocks of a hit."""
@@ -94,7 +95,7 @@ class Occupancy:
         head = self.lanes.head()
         if head is None:
             return 0
-        hit = self.find_for_computing(head.chain)
+        hit = self.find_for_computing(head.request, head.chain)
         num_new = self.need(head.request).num_table_blocks - len(hit.block_ids)
         return num_new + hit.num_unreferenced
 

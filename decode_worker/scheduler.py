@@ -95,7 +95,7 @@ class DecodeScheduler:
             return True
         head = occupancy.lanes.head()
         return head is not None and occupancy.has_room(
-            occupancy.find_for_computing(head.chain), occupancy.need(head.request)
+            occupancy.find_for_computing(head.request, head.chain), occupancy.need(head.request)
         )
 
     @property
@@ -200,7 +200,7 @@ class DecodeScheduler:
             occupancy.drop(older)
         occupancy.lanes.require_room()
         chain = occupancy.chain(request)
-        hit = occupancy.find_for_computing(chain)
+        hit = occupancy.find_for_computing(request, chain)
         num_to_compute = num_tokens - occupancy.num_hit_tokens(hit)
         if not self._may_compute(num_to_compute):
             raise LocalPrefillRefused(
@@ -360,7 +360,7 @@ class DecodeScheduler:
         sequence = occupancy.lanes.head()
         if sequence is None:
             return 0
-        hit = occupancy.find_for_computing(sequence.chain)
+        hit = occupancy.find_for_computing(sequence.request, sequence.chain)
         num_cached, num_tokens = occupancy.num_hit_tokens(hit), len(sequence.chain)
         if not self._may_compute(num_tokens - num_cached):
             # What it counted on was evicted while it waited.

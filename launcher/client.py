@@ -19,6 +19,11 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    """The prompt, if it was asked for (`echo`)."""
+    prompt_text: str = ""
+    prompt_logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    """Of the prompt from its second token on."""
     sequences: list[int] = field(default_factory=list)
     """Numbers of the messages, to be gap-free from 0."""
     finish: inference_pb2.SampleFinish | None = None
@@ -34,6 +39,12 @@ class Generation:
             self.finish = completion.samples[0] if completion.samples else None
             self.usage, self.timeline = completion.usage, completion.timeline
             return ""
+        if response.HasField("prompt"):
+            prompt = response.prompt
+            self.prompt_ids += prompt.token_ids
+            self.prompt_text += prompt.text
+            self.prompt_logprobs += prompt.logprobs
+            return prompt.text
         chunk = response.chunk
         self.token_ids += chunk.token_ids
         self.text += chunk.text

@@ -9,6 +9,7 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.prompt_scores import report_prompt_scores
 from pdserve.rank.tombstones import Tombstones
 from pdserve.request import Request, RequestId
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
@@ -129,6 +130,7 @@ class PrefillEngine:
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
         result = self._runner.run(plan)
+        report_prompt_scores(plan, result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):
             self._pass_on(progress)
         return True

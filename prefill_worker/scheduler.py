@@ -26,6 +26,7 @@ from pdserve.engine.scheduler import (
     WaitingLanes,
     check_references,
     make_slice,
+    max_hit_blocks,
     num_blocks_for,
     num_chunk_tokens,
 )
@@ -319,10 +320,8 @@ class PrefillScheduler:
         return count
 
     def _find(self, sequence: SequenceState) -> PrefixHit:
-        # The last token is always computed: its logits are what is wanted.
-        return self._cache.find(
-            sequence.chain, (len(sequence.chain) - 1) // self._config.block_size
-        )
+        chain = sequence.chain
+        return self._cache.find(chain, max_hit_blocks(sequence.request, chain))
 
     def _fits(self, sequence: SequenceState) -> bool:
         num_blocks = num_blocks_for(len(sequence.chain), self._config.block_size)

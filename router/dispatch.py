@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from pdserve.detokenizer import TokenTable
+from pdserve.detokenizer import Detokenizer, TokenTable
 from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -18,7 +18,7 @@ from pdserve.errors import (
     PdserveError,
 )
 from pdserve.request import FinishReason, HandoffId, Request, RequestId
-from pdserve.rpc.v1 import worker_pb2
+from pdserve.rpc.v1 import inference_pb2, worker_pb2
 from pdserve.timeline import Clock
 from router.active import ActiveRequest
 from router.admission import Admission
@@ -91,7 +91,7 @@ class Dispatcher:
             state=RequestState(request, handoff_id, self._limits.max_attempts),
             output=Output(self._table, request.sampling),
             times=RequestTimes(now_s if received_s is None else received_s),
-            buffer=ClientBuffer(self._limits.max_client_buffer_bytes),
+            buffer=self._make_buffer(request),
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
         )
@@ -163,6 +163,7 @@ class Dispatcher:
                 request_id=active.state.request_id,
                 attempt=active.state.attempt,
                 next_index=active.state.next_index,
+                next_prompt_position=active.state.next_prompt_position,
             )
             for active in self._active.values()
             if active.state.speaks_for(worker)
@@ -173,6 +174,9 @@ class Dispatcher:
     ) -> None:
         state = active.state
         phase = state.phase
+        piece = state.take_prompt(worker, update)
+        if piece is not None:
+            self._emit_prompt(active, piece)
         tokens = state.apply(worker, update)
         if update.HasField("times"):
             active.times.note_stages(update.attempt, update.times)
@@ -180,6 +184,30 @@ class Dispatcher:
             self._emit(active, tokens)
         if state.phase is not phase or update.WhichOneof("outcome") is not None:
             self._follow(active)
+
+    def _make_buffer(self, request: Request) -> ClientBuffer:
+        """Returns a buffer that begins with the prompt, if that is asked for."""
+        sampling = request.sampling
+        buffer = ClientBuffer(
+            self._limits.max_client_buffer_bytes,
+            awaits_prompt=sampling.prompt_logprobs is not None and request.num_prompt_tokens > 1,
+        )
+        if sampling.echo:
+            text = Detokenizer(self._table, skip_special_tokens=sampling.skip_special_tokens)
+            pieces = [text.push(token_id) for token_id in request.token_ids]
+            buffer.push_prompt(
+                inference_pb2.PromptChunk(
+                    token_ids=request.token_ids, text="".join((*pieces, text.flush()))
+                )
+            )
+        return buffer
+
+    def _emit_prompt(self, active: ActiveRequest, piece: worker_pb2.PromptLogprobs) -> None:
+        active.buffer.push_prompt(
+            inference_pb2.PromptChunk(first_position=piece.first_position, logprobs=piece.logprobs)
+        )
+        if active.state.is_prompt_scored:
+            active.buffer.open_output()
 
     def _emit(self, active: ActiveRequest, tokens: Sequence[Token]) -> None:
         now_s = self._clock.now()

@@ -14,11 +14,18 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pdserve.errors import PdserveError
-from pdserve.request import FinishReason, HandoffId, Request, RequestId, finish_reason_after
+from pdserve.request import (
+    FinishReason,
+    HandoffId,
+    Request,
+    RequestId,
+    SamplingParams,
+    finish_reason_after,
+)
 from pdserve.rpc.codec import finish_reason_from_wire
 from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import types_pb2, worker_pb2
@@ -107,6 +114,8 @@ class RequestState:
         self.num_preemptions = 0
         self.last_cause: Cause | None = None
         self.num_failed_attempts = 0
+        self.next_prompt_position = 1
+        """The first prompt position whose log-probabilities have not come."""
         self._emitted_at_start = 0
         self._early: dict[int, Token] = {}
         self._worker_finish: tuple[int, Finish] | None = None
@@ -143,6 +152,12 @@ class RequestState:
         """Another attempt may begin."""
         return self.num_failed_attempts < self._max_attempts
 
+    @property
+    def is_prompt_scored(self) -> bool:
+        """All log-probabilities of the prompt are there, or none were asked for."""
+        is_wanted = self.request.sampling.prompt_logprobs is not None
+        return not is_wanted or self.next_prompt_position >= self.request.num_prompt_tokens
+
     def holders(self) -> tuple[WorkerKey, ...]:
         """Workers that may hold something of the current attempt."""
         if self.placement is None or self.phase in (Phase.WAITING, Phase.ENDED):
@@ -173,7 +188,7 @@ class RequestState:
             request_id=base.request_id,
             token_ids=(*base.token_ids, *self.token_ids),
             num_prompt_tokens=base.num_prompt_tokens,
-            sampling=base.sampling,
+            sampling=self._sampling(),
             eos_token_ids=base.eos_token_ids,
             tenant_salt=base.tenant_salt,
             front_id=base.front_id,
@@ -182,6 +197,13 @@ class RequestState:
             deadline_s=deadline_s,
             is_priority=self._was_taken,
         )
+
+    def _sampling(self) -> SamplingParams:
+        """Does not ask again for what is there: the log-probabilities come before token 1."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs is None or not (self.next_index or self.is_prompt_scored):
+            return sampling
+        return replace(sampling, prompt_logprobs=None)
 
     def begin_placement(self, decode: WorkerKey) -> int:
         """Names another decode worker for held KV and returns its decode attempt."""
@@ -225,6 +247,22 @@ class RequestState:
         if self.phase is Phase.ENDED:
             self._ended_by = worker
         return tokens
+
+    def take_prompt(
+        self, worker: WorkerKey, update: worker_pb2.SequenceUpdate
+    ) -> worker_pb2.PromptLogprobs | None:
+        """Returns what is new of the prompt's log-probabilities; a replay repeats some."""
+        if not update.HasField("prompt_logprobs") or not self.is_current(worker, update):
+            return None
+        piece = update.prompt_logprobs
+        num_known = self.next_prompt_position - piece.first_position
+        if not 0 <= num_known < len(piece.logprobs):
+            return None
+        first_position = self.next_prompt_position
+        self.next_prompt_position += len(piece.logprobs) - num_known
+        return worker_pb2.PromptLogprobs(
+            first_position=first_position, logprobs=piece.logprobs[num_known:]
+        )
 
     def _take_tokens(self, update: worker_pb2.SequenceUpdate) -> list[Token]:
         in_order = []

@@ -113,8 +113,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = active.state.request_id
         sequence = 0
         try:
-            async for delta in active.buffer.deltas():
-                await context.write(_chunk(request_id, sequence, delta))
+            async for event in active.buffer.deltas():
+                await context.write(_response(request_id, sequence, event))
                 sequence += 1
             ending = active.buffer.ending
             if ending is not None and ending.completion is not None:
@@ -220,13 +220,21 @@ async def _abort_in_time(context: GenerateContext, error: PdserveError) -> None:
         logger.info("status not taken by the client", extra={"reason": error.reason})
 
 
-def _chunk(request_id: str, sequence: int, delta: Delta) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        request_id=request_id,
-        sequence=sequence,
-        chunk=inference_pb2.TokenChunk(
-            index=0, token_ids=delta.token_ids, text=delta.text, logprobs=delta.logprobs
-        ),
+def _response(
+    request_id: str, sequence: int, event: Delta | inference_pb2.PromptChunk
+) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(request_id=request_id, sequence=sequence)
+    if isinstance(event, Delta):
+        response.chunk.CopyFrom(token_chunk(event))
+    else:
+        response.prompt.CopyFrom(event)
+    return response
+
+
+def token_chunk(delta: Delta) -> inference_pb2.TokenChunk:
+    """Encodes new output of one sample."""
+    return inference_pb2.TokenChunk(
+        index=delta.index, token_ids=delta.token_ids, text=delta.text, logprobs=delta.logprobs
     )
 
 

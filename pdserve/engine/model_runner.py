@@ -1,12 +1,24 @@
 """Computes step plans: from token ids and block tables to sampled tokens."""
 
+from torch import Tensor
+
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.forward_batch import build_batch
 from pdserve.models.llama import LlamaModel
-from pdserve.request import BlockId, Request, RequestId, SamplingParams
-from pdserve.sampler import SamplingRow, sample
+from pdserve.request import (
+    BlockId,
+    Request,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+    TokenLogprobs,
+)
+from pdserve.sampler import SamplingRow, sample, score_tokens
+
+SCORED_ROWS = 32
+"""Rows of a prompt that go through the head at once when their log-probabilities are wanted."""
 
 
 class ModelRunner:
@@ -39,18 +51,36 @@ class ModelRunner:
             self.kv.copy_block(source, target)
         self._check(plan)
         batch = build_batch(plan, self.kv.geometry.block_size)
-        logits = self.model.forward(batch, self.kv)
-        rows = [part for part in plan.slices if part.output_index is not None]
-        sampled = {}
-        for index, part in enumerate(rows):
-            assert part.output_index is not None
-            row = SamplingRow(
-                params=part.request.sampling,
-                output_index=part.output_index,
-                stop_ids=part.request.stop_ids,
-            )
-            sampled[part.request.request_id] = sample(logits[index], row)
-        return StepResult(sampled=sampled)
+        hidden = self.model.hidden(batch, self.kv)
+        prompt_logprobs = {}
+        sample_rows: list[int] = []
+        row = 0
+        for part in plan.slices:
+            num_targets = len(part.prompt_targets)
+            if num_targets:
+                scored = self._score(hidden[row : row + num_targets], part)
+                prompt_logprobs[part.request.request_id] = scored
+            row += num_targets
+            if part.output_index is not None:
+                sample_rows.append(row)
+                row += 1
+        sampled: dict[RequestId, SampledToken] = {}
+        if sample_rows:
+            parts = [part for part in plan.slices if part.output_index is not None]
+            logits = self.model.logits(hidden[sample_rows])
+            for part, part_logits in zip(parts, logits, strict=True):
+                sampled |= _sample(part, part_logits)
+        return StepResult(sampled=sampled, prompt_logprobs=prompt_logprobs)
+
+    def _score(self, hidden: Tensor, part: SequenceSlice) -> tuple[TokenLogprobs, ...]:
+        """Scores prompt tokens some rows at a time: logits of a whole chunk would be 50 MB."""
+        num_top = part.request.sampling.prompt_logprobs or 0
+        scored: list[TokenLogprobs] = []
+        for start in range(0, len(part.prompt_targets), SCORED_ROWS):
+            logits = self.model.logits(hidden[start : start + SCORED_ROWS])
+            targets = part.prompt_targets[start : start + SCORED_ROWS]
+            scored += score_tokens(logits, targets, num_top)
+        return tuple(scored)
 
     def warm_up(self) -> None:
         """Computes a prompt tile and a decode step, whose KV nobody will read.
@@ -101,3 +131,24 @@ class ModelRunner:
                         f"request {request_id}: block id must be in [0, {self.kv.num_blocks}), "
                         f"got {block_id}"
                     )
+
+
+def _sample(part: SequenceSlice, logits: Tensor) -> dict[RequestId, SampledToken]:
+    """Draws the next token once for each sample that the slice's request is for."""
+    assert part.output_index is not None
+    request = part.request
+    prompt_ids: tuple[int, ...] = ()
+    if request.sampling.repetition_penalty != 1:
+        prompt_ids = request.token_ids[: request.num_prompt_tokens]
+    sampled = {}
+    for one in request.samples():
+        row = SamplingRow(
+            params=one.sampling,
+            output_index=part.output_index,
+            stop_ids=one.stop_ids,
+            sample_index=one.sample_index,
+            prompt_ids=prompt_ids,
+            output_ids=part.output_ids,
+        )
+        sampled[one.request_id] = sample(logits, row)
+    return sampled

@@ -52,12 +52,31 @@ class LlamaModel:
         self._rotary = RotaryEmbedding(config.head_dim, config.rope_theta, max_tile_kv, self._dtype)
         self._tile_mask = make_tile_mask(max_tile_kv, self._dtype)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
         """Computes every row, writes its KV, and returns logits of the rows that sample.
 
         Returns:
             float32 [num_sample_rows, V].
+        """
+        return self.logits(self.hidden(batch, kv))
+
+    @torch.inference_mode()
+    def logits(self, hidden_ME: Tensor) -> Tensor:
+        """Sends rows of `hidden` through the head; any number of them gives the same bits.
+
+        Returns:
+            float32 [M, V].
+        """
+        if not hidden_ME.shape[0]:
+            return torch.empty(0, self.config.vocab_size)
+        return self._head(hidden_ME).float()
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
+        """Computes every row, writes its KV, and returns the rows that go through the head.
+
+        Returns:
+            [num_sample_rows, E], normed.
         """
         x_ME = self._embedding_VE.index_select(0, batch.token_ids)
         cos, sin = self._rotary.at(batch.positions)
@@ -74,8 +93,8 @@ class LlamaModel:
                 heads_ME = heads_ME.index_select(0, batch.sample_rows)
             x_ME = layer.finish(x_ME, heads_ME)
         else:
-            return self._head(self._norm(x_ME)).float()
-        return torch.empty(0, self.config.vocab_size)
+            return self._norm(x_ME)
+        return x_ME[:0]
 
 
 class _Layer:
