@@ -199,3 +199,21 @@ def test_B3_two_full_pools_make_progress_again(folder: Path) -> None:
     calm = EnginePair(folder).run(requests)
     assert pair.run(requests, max_turns=20_000) == calm
     pair.assert_ledger()
+
+
+def test_a_place_for_a_request_that_is_gone_is_refused_and_harms_nobody(folder: Path) -> None:
+    pair = EnginePair(folder)
+    gone, other = make_request("gone", (5, 6, 7)), make_request("other", (8, 9, 10))
+    router = PairRouter(pair)
+    router.start(other)
+    pair.submit(gone)
+    pair.cancel(pair.prefill, gone)
+    pair.prefill_outbox.sent.clear()
+    pair.place(gone)
+    (answer,) = pair.prefill_outbox.sent
+    assert answer.reply.error.reason == "WorkerLost"
+    for _ in range(200):
+        pair.turn()
+        router.read()
+    assert router.open == {}
+    assert len(router.outputs["other"]) == 16
