@@ -203,7 +203,6 @@ def test_B3_two_full_pools_make_progress_again(folder: Path) -> None:
     pair.assert_ledger()
 
 
-<<<<<<< HEAD
 def test_A11_a_submit_that_lost_its_handoff_is_served_and_counted_as_recomputed(
     folder: Path, reference: dict[str, list[int]]
 ) -> None:
@@ -243,7 +242,8 @@ def test_a_local_prefill_over_its_bound_is_refused_by_name(folder: Path) -> None
     (answer,) = [message.reply for message in pair.decode_outbox.sent]
     assert answer.error.reason == LocalPrefillRefused.__name__
     pair.assert_ledger()
-=======
+
+
 def test_a_place_for_a_request_that_is_gone_is_refused_and_harms_nobody(folder: Path) -> None:
     pair = EnginePair(folder)
     gone, other = make_request("gone", (5, 6, 7)), make_request("other", (8, 9, 10))
@@ -260,4 +260,3 @@ def test_a_place_for_a_request_that_is_gone_is_refused_and_harms_nobody(folder: 
         router.read()
     assert router.open == {}
     assert len(router.outputs["other"]) == 16
->>>>>>> faults
