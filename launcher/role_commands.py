@@ -68,7 +68,9 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         cluster=site.name,
         block_size=config.engine.block_size,
         max_model_len=config.engine.max_model_len,
+        local_prefill_tokens=config.local_prefill_tokens,
         worker_silence_s=config.worker_silence_s,
+        max_client_buffer_bytes=config.max_client_buffer_bytes,
         drain_timeout_s=config.drain_timeout_s,
     )
 

@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.errors import ConfigError
+from pdserve.rpc.decoding import DecodingGuard
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_TIME_MS = 10_000
@@ -31,6 +32,7 @@ class RpcServer:
     def __init__(self, service_names: Sequence[str], max_message_bytes: int) -> None:
         """Makes a server that listens nowhere yet."""
         self.grpc_server = grpc.aio.server(
+            interceptors=(DecodingGuard(),),
             options=_server_options(max_message_bytes),
         )
         self._service_names = ("", *service_names)
