@@ -28,7 +28,7 @@ from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A sequence that runs from now on."""
+    """A sample that runs from now on."""
 
     request: Request
     decode_attempt: int
@@ -78,13 +78,13 @@ class LandingDesk:
 
     def commit(self, call_id: int, message: handoff_pb2.CommitRequest) -> None:
         """Answers now or when the last frame has landed."""
-        if len(message.first_tokens) != 1:
-            error = InvalidField("first_tokens", len(message.first_tokens), "one token")
+        if not message.first_tokens:
+            error = InvalidField("first_tokens", [], "a token for each sample that goes on")
             self._outbox.refuse(call_id, error)
             return
         envelope = codec.envelope_from_wire(message.envelope)
-        token = codec.first_token_from_wire(message.first_tokens[0])
-        self._run(self._handoffs.commit(call_id, envelope, token, message.manifest_digest))
+        tokens = tuple(codec.first_token_from_wire(wire) for wire in message.first_tokens)
+        self._run(self._handoffs.commit(call_id, envelope, tokens, message.manifest_digest))
 
     def abort(self, call_id: int, message: handoff_pb2.AbortHandoffRequest) -> None:
         """Gives the reservation's blocks back."""
@@ -163,9 +163,10 @@ class LandingDesk:
         self._run(self._handoffs.frame_scattered(action.reservation_id, frame.index))
 
     def _start(self, action: Start) -> None:
-        self._reserver.start(action.reservation_id, action.first_token.token_id)
-        started = Started(request=action.request, decode_attempt=action.envelope.decode_attempt)
-        self._started.append(started)
+        tokens = {token.sample_index: token.token_id for token in action.first_tokens}
+        for sample in self._reserver.start(action.reservation_id, tokens):
+            decode_attempt = action.envelope.decode_attempt
+            self._started.append(Started(request=sample, decode_attempt=decode_attempt))
 
     def describe_links(self) -> list[inference_pb2.LinkInfo]:
         """Returns the live links for status pages."""

@@ -10,16 +10,18 @@ router, a reservation back to its prefill worker. The oldest goes only when it i
 cannot be, since what exceeds the pool alone was refused; so each step takes some sequence on.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
-from decode_worker.occupancy import LetGo, Occupancy
+from decode_worker.occupancy import BlockCopy, LetGo, Occupancy
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
     SchedulerCounters,
     SchedulerLedger,
     SchedulerLoad,
+    SequenceState,
     SequenceTimes,
     Stage,
     make_slice,
@@ -35,6 +37,8 @@ from pdserve.request import (
     finish_reason_after,
 )
 from pdserve.timeline import Clock
+
+NO_TIMES = SequenceTimes(queue_s=None, prefill_s=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,13 +161,19 @@ class DecodeScheduler:
         self._occupancy.drop(sequence)
         return True
 
-    def start(self, request_id: RequestId, attempt: int, first_token: int) -> None:
+    def start(
+        self, request_id: RequestId, attempt: int, first_tokens: Mapping[int, int]
+    ) -> tuple[Request, ...]:
         """Lets a reserved sequence run: KV of all its tokens has landed in its blocks.
 
         Args:
             request_id: the request.
             attempt: its attempt.
-            first_token: sampled on prefill; its output index is the request's `num_emitted`.
+            first_tokens: sampled on prefill, by sample index, for the samples that did not end
+                there; their output index is the request's `num_emitted`.
+
+        Returns:
+            The samples that run now, each as a request of its own.
 
         Raises:
             StaleAttempt: it is not reserved here (any more).
@@ -171,11 +181,14 @@ class DecodeScheduler:
         occupancy = self._occupancy
         sequence = occupancy.roster.require(request_id, attempt, Stage.RESERVED)
         request = sequence.request
-        if finish_reason_after(request, request.num_emitted + 1, first_token) is not None:
-            raise InvalidField("first_token", first_token, "a token that does not end the output")
+        for token in first_tokens.values():
+            if finish_reason_after(request, request.num_emitted + 1, token) is not None:
+                raise InvalidField("first_tokens", token, "a token that does not end the output")
+        if not first_tokens or not first_tokens.keys() <= set(request.sample_indices):
+            raise InvalidField("first_tokens", sorted(first_tokens), "samples of the request")
         sequence.num_computed = len(request.token_ids)
         occupancy.cache.enter(sequence.table, sequence.chain, sequence.num_computed)
-        occupancy.run(sequence, first_token)
+        return occupancy.go_on(sequence, first_tokens)
 
     def submit_local(
         self,
@@ -244,13 +257,13 @@ class DecodeScheduler:
 
     def plan_step(self) -> StepPlan | None:
         """Plans the next step; None if nothing can be computed. May let sequences go."""
-        slices = self._plan_running()
+        slices, copies = self._plan_running()
         slices += self._plan_prefill(
             self._config.max_num_batched_tokens - len(slices),
             self._config.max_num_seqs - len(slices),
         )
         self._pace.begin_step()
-        return StepPlan(slices=tuple(slices)) if slices else None
+        return StepPlan(slices=tuple(slices), copies=tuple(copies)) if slices else None
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> tuple[DecodeProgress, ...]:
         """Books a step that was run; sequences dropped meanwhile are left out."""
@@ -269,29 +282,42 @@ class DecodeScheduler:
             self._occupancy.cache.enter(sequence.table, sequence.chain, part.end)
             if part.output_index is None:
                 continue
-            token = result.sampled[part.request.request_id]
-            self._occupancy.counters.generation_tokens += 1
             if sequence.stage is Stage.COMPUTING:
                 sequence.sampled_s = self._clock.now()
-            reason = finish_reason_after(part.request, part.output_index + 1, token.token_id)
-            if reason is None:
-                self._occupancy.run(sequence, token.token_id)
-            else:
-                self._occupancy.drop(sequence)
+            progress += self._book_tokens(sequence, part.output_index, result)
+        return tuple(progress)
+
+    def _book_tokens(
+        self, sequence: SequenceState, output_index: int, result: StepResult
+    ) -> list[DecodeProgress]:
+        """Books the next token of each sample; those that go on run."""
+        request = sequence.request
+        progress: list[DecodeProgress] = []
+        for one in request.samples():
+            token = result.sampled[one.request_id]
+            # Told once: of several samples the first one speaks for the prompt that they share.
+            is_speaker = one.sample_index == request.sample_index
             progress.append(
                 DecodeProgress(
-                    request_id=part.request.request_id,
-                    attempt=part.request.attempt,
+                    request_id=one.request_id,
+                    attempt=one.attempt,
                     token=token,
-                    output_index=part.output_index,
-                    finish_reason=reason,
+                    output_index=output_index,
+                    finish_reason=finish_reason_after(one, output_index + 1, token.token_id),
                     num_cached_tokens=sequence.num_cached_tokens,
                     num_computed_here=sequence.num_computed_here,
                     has_lost_handoff=sequence.has_lost_handoff,
-                    times=sequence.times,
+                    times=sequence.times if is_speaker else NO_TIMES,
                 )
             )
-        return tuple(progress)
+        self._occupancy.counters.generation_tokens += len(progress)
+        tokens = {
+            index: entry.token.token_id
+            for index, entry in zip(request.sample_indices, progress, strict=True)
+            if entry.finish_reason is None
+        }
+        self._occupancy.go_on(sequence, tokens)
+        return progress
 
     def take_let_go(self) -> tuple[LetGo, ...]:
         """Names, once, the sequences given up since the last call: ask after each plan."""
@@ -302,6 +328,11 @@ class DecodeScheduler:
         for sequence in self._occupancy.roster:
             self._occupancy.give_up(sequence)
         return self._occupancy.take_let_go()
+
+    def find(self, request_id: RequestId) -> Request | None:
+        """Returns the live attempt of a request."""
+        sequence = self._occupancy.roster.find(request_id)
+        return None if sequence is None else sequence.request
 
     def stage_of(self, request_id: RequestId) -> Stage | None:
         """Returns where a request stands; None if it is not here."""
@@ -336,7 +367,7 @@ class DecodeScheduler:
         """Asserts that pool, cache and tables agree."""
         self._occupancy.check()
 
-    def _plan_running(self) -> list[SequenceSlice]:
+    def _plan_running(self) -> tuple[list[SequenceSlice], list[BlockCopy]]:
         # Prompts that are being computed keep their seats, or landing sequences would starve them.
         num_computing = len(self._occupancy.computing)
         max_running = min(
@@ -344,13 +375,18 @@ class DecodeScheduler:
             self._config.max_num_batched_tokens - bool(num_computing),
         )
         slices: list[SequenceSlice] = []
+        copies: list[BlockCopy] = []
         # The oldest first: whoever must go for one of them is younger, so not in a slice yet.
         for sequence in self._occupancy.at(Stage.RUNNING):
             if len(slices) == max(1, max_running):
                 break
-            if self._occupancy.roster.is_live(sequence) and self._occupancy.grow(sequence):
+            if not self._occupancy.roster.is_live(sequence):
+                continue
+            needed = self._occupancy.prepare(sequence)
+            if needed is not None:
+                copies += needed
                 slices.append(make_slice(sequence, 1))
-        return slices
+        return slices, copies
 
     def _plan_prefill(self, budget: int, max_slices: int) -> list[SequenceSlice]:
         slices: list[SequenceSlice] = []

@@ -180,12 +180,12 @@ def reserve_to_wire(envelope: Envelope, request: Request) -> handoff_pb2.Reserve
 
 
 def commit_to_wire(
-    envelope: Envelope, token: FirstToken, manifest_digest: bytes
+    envelope: Envelope, tokens: Iterable[FirstToken], manifest_digest: bytes
 ) -> handoff_pb2.CommitRequest:
     """Encodes a Commit call."""
     return handoff_pb2.CommitRequest(
         envelope=envelope_to_wire(envelope),
-        first_tokens=[first_token_to_wire(token)],
+        first_tokens=[first_token_to_wire(token) for token in tokens],
         manifest_digest=manifest_digest,
     )
 

@@ -158,7 +158,11 @@ class DecodeHandoffs:
         return self._start_if_landed(entry)
 
     def commit(
-        self, call_id: int, envelope: Envelope, first_token: FirstToken, manifest_digest: bytes
+        self,
+        call_id: int,
+        envelope: Envelope,
+        first_tokens: tuple[FirstToken, ...],
+        manifest_digest: bytes,
     ) -> list[DecodeAction]:
         """Takes a Commit call, new or repeated; it is answered when all frames are there."""
         reservation_id = envelope.reservation_id
@@ -175,9 +179,9 @@ class DecodeHandoffs:
         entry.waiting_calls.append(call_id)
         if manifest_digest != entry.manifest.digest:
             return self._abort(entry, RefusalReason.INCOMPATIBLE, "the manifests differ")
-        if entry.first_token is not None and entry.first_token != first_token:
+        if entry.first_tokens and entry.first_tokens != first_tokens:
             return self._abort(entry, RefusalReason.INCOMPATIBLE, "two different first tokens")
-        entry.first_token = first_token
+        entry.first_tokens = first_tokens
         entry.expires_at_s = self._clock.now() + self._config.lease_s
         return self._start_if_landed(entry)
 
@@ -317,7 +321,7 @@ class DecodeHandoffs:
         return AnswerReserve(call_id=call_id, answer=grant)
 
     def _start_if_landed(self, entry: Reservation) -> list[DecodeAction]:
-        if entry.first_token is None or not entry.has_landed:
+        if not entry.first_tokens or not entry.has_landed:
             return []
         self._forget(entry)
         self._fences.start(entry.envelope, entry.reservation_id, self._clock.now())
@@ -326,7 +330,7 @@ class DecodeHandoffs:
             reservation_id=entry.reservation_id,
             envelope=entry.envelope,
             request=entry.request,
-            first_token=entry.first_token,
+            first_tokens=entry.first_tokens,
         )
         return [
             start,

@@ -46,7 +46,8 @@ class SendCommit:
 
     target: DecodeTarget
     envelope: Envelope
-    first_token: FirstToken
+    first_tokens: tuple[FirstToken, ...]
+    """One for each sample that goes on."""
     manifest_digest: bytes
     timeout_s: float
 

@@ -70,7 +70,7 @@ class PrefillHandoff:
         self._num_computed_tokens = 0
         self._num_pushed = 0
         self._sent: set[int] = set()
-        self._token: FirstToken | None = None
+        self._tokens: tuple[FirstToken, ...] = ()
         self._token_at_s = 0.0
         self._last_decode_attempt = 0
         self._unplaced_at_s: float | None = None
@@ -91,12 +91,12 @@ class PrefillHandoff:
     @property
     def is_held(self) -> bool:
         """True while computed KV waits for a decode worker."""
-        return self.stage is PrefillStage.UNPLACED and self._token is not None
+        return self.stage is PrefillStage.UNPLACED and bool(self._tokens)
 
     @property
     def has_token(self) -> bool:
         """True once the first token was sampled."""
-        return self._token is not None
+        return bool(self._tokens)
 
     @property
     def target(self) -> DecodeTarget | None:
@@ -163,12 +163,24 @@ class PrefillHandoff:
         self._num_computed_tokens = max(self._num_computed_tokens, num_tokens)
         return self._push_ready()
 
-    def sampled(self, token: FirstToken, *, is_finished: bool) -> list[PrefillAction]:
-        """Takes the token after the last prompt token; `is_finished`: it ends the sequence."""
+    @property
+    def live_samples(self) -> tuple[Request, ...]:
+        """The samples of the request that did not end here, each as a request of its own."""
+        if not self._tokens:
+            return self.request.samples()
+        return tuple(self.request.sample(token.sample_index) for token in self._tokens)
+
+    def sampled(self, *tokens: FirstToken, is_finished: bool) -> list[PrefillAction]:
+        """Takes the token after the last prompt token, of each sample that it does not end.
+
+        Args:
+            tokens: one for each sample that goes on.
+            is_finished: no sample goes on.
+        """
         if self.is_done:
             return []
         self._num_computed_tokens = len(self.request.token_ids)
-        self._token = token
+        self._tokens = tokens
         self._token_at_s = self._clock.now()
         if is_finished:
             return self._finish(PrefillStage.FINISHED, "finished at prefill")
@@ -270,7 +282,7 @@ class PrefillHandoff:
         ]
 
     def _commit_if_ready(self) -> list[PrefillAction]:
-        if self.stage is not PrefillStage.SENDING or self._token is None:
+        if self.stage is not PrefillStage.SENDING or not self._tokens:
             return []
         self._enter(PrefillStage.COMMITTED)
         return [self._make_commit()]
@@ -278,12 +290,12 @@ class PrefillHandoff:
     def _make_commit(self) -> SendCommit:
         assert self._target is not None
         assert self._grant is not None
-        assert self._token is not None
+        assert self._tokens
         self._num_open_calls += 1
         return SendCommit(
             target=self._target,
             envelope=self._envelope(self._target, self._grant.reservation_id),
-            first_token=self._token,
+            first_tokens=self._tokens,
             manifest_digest=self._grant.manifest_digest,
             timeout_s=self._landing_timeout_s,
         )
@@ -356,7 +368,7 @@ class PrefillHandoff:
         ]
 
     def _expire_hold(self, now: float) -> list[PrefillAction]:
-        if self._token is None:
+        if not self._tokens:
             return []
         held_since_s = max(self._unplaced_at_s or self._token_at_s, self._token_at_s)
         if now - held_since_s <= self._config.hold_s:

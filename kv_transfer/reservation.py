@@ -24,7 +24,8 @@ class Reservation:
     """Accepted frames whose copy into the blocks is not confirmed."""
     link: LinkId | None = None
     """Over which the latest frame came."""
-    first_token: FirstToken | None = None
+    first_tokens: tuple[FirstToken, ...] = ()
+    """Empty before the commit."""
     waiting_calls: list[int] = field(default_factory=list)
     """Commit calls to answer."""
     is_aborting: bool = False

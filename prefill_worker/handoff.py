@@ -40,6 +40,7 @@ from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import WorkerLost
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.sample_updates import send_to_samples
 from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
@@ -172,10 +173,19 @@ class HandoffDesk:
         handoff = self._open[request_id].handoff
         self._run(handoff, handoff.computed(num_tokens))
 
-    def sampled(self, request_id: RequestId, token: FirstToken, *, is_finished: bool) -> None:
-        """Passes on the first token."""
+    def live_samples(self, request_id: RequestId) -> tuple[Request, ...]:
+        """Returns the samples of a request that did not end here."""
+        return self._open[request_id].handoff.live_samples
+
+    def holds(self, request_id: RequestId, attempt: int) -> bool:
+        """Says whether this attempt of a request, or an older one, is here."""
+        desk = self._open.get(request_id)
+        return desk is not None and desk.handoff.request.attempt <= attempt
+
+    def sampled(self, request_id: RequestId, tokens: Sequence[FirstToken]) -> None:
+        """Passes on the first tokens of the samples that go on; none: all have ended."""
         handoff = self._open[request_id].handoff
-        self._run(handoff, handoff.sampled(token, is_finished=is_finished))
+        self._run(handoff, handoff.sampled(*tokens, is_finished=not tokens))
 
     def drop_older(self, request: Request) -> None:
         """Ends an older attempt of a request that comes again."""
@@ -266,7 +276,7 @@ class HandoffDesk:
                     time.sleep(self._faults.commit_delay_s)
                 call.commit.CopyFrom(
                     codec.commit_to_wire(
-                        action.envelope, action.first_token, action.manifest_digest
+                        action.envelope, action.first_tokens, action.manifest_digest
                     )
                 )
             case SendRenew():
@@ -338,9 +348,7 @@ class HandoffDesk:
         self._update(handoff, worker_pb2.SequenceUpdate(returned=returned))
 
     def _update(self, handoff: PrefillHandoff, update: worker_pb2.SequenceUpdate) -> None:
-        update.request_id = handoff.request.request_id
-        update.attempt = handoff.request.attempt
-        self._outbox.update(handoff.request.front_id, update)
+        send_to_samples(handoff.live_samples, update, self._outbox)
 
     def _release(self, handoff: PrefillHandoff) -> None:
         request = handoff.request

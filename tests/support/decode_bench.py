@@ -70,7 +70,7 @@ class DecodeBench:
             elsewhere, blocks, grant.block_ids, range(grant.num_cached_tokens, length)
         )
         self.outputs.setdefault(request.request_id, {})[request.num_emitted] = first
-        self.scheduler.start(request.request_id, request.attempt, first)
+        self.scheduler.start(request.request_id, request.attempt, {0: first})
 
     def run_landed(self, request: Request) -> Grant:
         grant = self.reserve(request)

@@ -147,7 +147,7 @@ class DecodeNode(Node):
         request, _, blocks = self.reserved.pop(action.reservation_id)
         for position, block in enumerate(blocks):
             assert self.content[block] == (request.request_id, position), "started with wrong KV"
-        assert action.first_token.token_id == token_of(request)
+        assert [token.token_id for token in action.first_tokens] == [token_of(request)]
         running = Running(request, action.envelope.decode_attempt, blocks)
         self.running[action.reservation_id] = running
         self.world.deliver(
@@ -174,7 +174,7 @@ class DecodeNode(Node):
         call_id = self._keep(reply)
         self.execute(
             self.handoffs.commit(
-                call_id, action.envelope, action.first_token, action.manifest_digest
+                call_id, action.envelope, action.first_tokens, action.manifest_digest
             )
         )
 
