@@ -205,7 +205,7 @@ class DecodeScheduler:
         if not self._may_compute(num_to_compute):
             raise LocalPrefillRefused(
                 f"{num_to_compute} prompt tokens to compute, this worker may compute "
-                f"{self._max_local_prefill_tokens}"
+                f"{self._max_local_prefill_tokens} (max_local_prefill_tokens)"
             )
         occupancy.lanes.push(occupancy.roster.add(request, chain, Stage.WAITING, self._clock.now()))
 
