@@ -77,6 +77,12 @@ def serve(
             help="Prompt tokens a decode replica may compute for a request.",
         ),
     ] = None,
+    local_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Let a decode replica prefill what is at most this much uncached there.",
+        ),
+    ] = 0,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="The name clients use."),
@@ -122,6 +128,7 @@ def serve(
         redis_url=redis,
         served_model_name=served_model_name,
         max_local_prefill_tokens=max_local_prefill_tokens,
+        local_prefill_tokens=local_prefill_tokens,
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,
         handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),

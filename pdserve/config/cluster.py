@@ -22,10 +22,21 @@ class ClusterConfig:
     """None starts a private redis-server on loopback."""
     served_model_name: str | None = None
     max_local_prefill_tokens: int | None = None
+    local_prefill_tokens: int = 0
+    """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
     max_client_buffer_bytes: int = 256 * 1024
     """As of RouterConfig: buffered for a client that does not read."""
     ready_timeout_s: float = 120.0
     drain_timeout_s: float = 60.0
+    heartbeat_s: float = 0.5
+    """Workers renew their place in the registry this often."""
+    registry_lease_s: float = 3.0
+    frozen_after_s: float = 5.0
+    """No progress of a rank for this long, with work queued, means frozen."""
+    orphan_grace_s: float = 20.0
+    """Workers cancel requests whose router has been gone for this long."""
+    worker_silence_s: float = 3.0
+    """A worker whose stream says nothing for this long is dead to the router."""
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     prefill_faults: FaultConfig = field(default_factory=FaultConfig)
     decode_faults: FaultConfig = field(default_factory=FaultConfig)

@@ -150,6 +150,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_alive = False
         self.is_frozen = False
         self.num_streams = 0
+        self.num_status_calls = 0
         self.specs: list[types_pb2.RequestSpec] = []
         self._port = port
         self._clock = MonotonicClock()
@@ -294,6 +295,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetStatusResponse:
+        self.num_status_calls += 1
         await self._thaw()
         info = inference_pb2.WorkerInfo(
             worker_id=self.worker_id,

@@ -329,6 +329,18 @@ async def test_loads_show_every_worker_even_a_frozen_one(cluster):
     assert (info.num_prefill, info.num_decode) == (1, 2)
 
 
+async def test_loads_are_answered_when_a_worker_is_lost_in_the_middle(cluster):
+    await _pair(cluster)
+    frozen = await cluster.add("d1")
+    await cluster.ready(3)
+    frozen.is_frozen = True
+    call = cluster.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=5)
+    await eventually(lambda: frozen.num_status_calls == 1)
+    cluster.front.pool.link(frozen.key).lose("silent")
+    states = {worker.worker_id: worker.state for worker in (await call).workers}
+    assert states == {"p0": "ready", "d0": "ready", "d1": "lost"}
+
+
 async def test_E10_the_log_line_of_a_request_holds_no_content(cluster, caplog):
     await _pair(cluster)
     caplog.set_level(logging.INFO)
