@@ -163,7 +163,7 @@ class Supervisor:
         for child in self._children():
             status = child.poll()
             if status == 2:
-                raise ConfigError(child.last_line())
+                raise ConfigError(child.last_line().removeprefix("error: "))
             if status is not None:
                 raise InternalError(
                     f"{child.name} ended ({describe_status(status)}) before it was ready: "
