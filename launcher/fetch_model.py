@@ -1,13 +1,12 @@
-"""Models of the Hugging Face hub: `org/name`, or `org/name@revision`.
+"""Gets a model of the hub in a process of its own: `python -m launcher.fetch_model ID [all]`.
 
+The hub's client takes a third of a second to import, which no other process shall pay.
 The hub's own client does the work, so its cache (HF_HOME), its token (HF_TOKEN) and its offline
 switch (HF_HUB_OFFLINE) hold as for any other program.
 """
 
-import re
-from dataclasses import dataclass
+import sys
 from pathlib import Path
-from typing import Self
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -20,6 +19,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from launcher.hub_id import HubModel
 from pdserve.errors import ConfigError
 
 DESCRIPTION_FILES = (
@@ -33,24 +33,6 @@ DESCRIPTION_FILES = (
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 LEFT_OUT = ("*/*", "consolidated*")
 """Other formats in folders of their own, and a second copy of Mistral's weights."""
-
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]+))?")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HubModel:
-    """A repository of the hub."""
-
-    repository: str
-    revision: str | None = None
-    """A branch, tag or commit; None is the main branch."""
-
-    @classmethod
-    def parse(cls, name: str) -> Self | None:
-        """Reads `org/name[@revision]`; None if the name has another form."""
-        match = _HUB_ID.fullmatch(name)
-        return None if match is None else cls(repository=match[1], revision=match[2])
 
 
 def fetch_from_hub(model: HubModel, *, needs_weights: bool = True) -> Path:
@@ -70,7 +52,9 @@ def fetch_from_hub(model: HubModel, *, needs_weights: bool = True) -> Path:
             ignore_patterns=list(LEFT_OUT),
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"cannot get model {model.repository}: {_reason(error)}") from error
+        raise ConfigError(
+            f"no folder {model.repository} here, nor can it be had from the hub: {_reason(error)}"
+        ) from error
     return Path(folder)
 
 
@@ -88,3 +72,20 @@ def _reason(error: Exception) -> str:
             return "it is not in the local cache, and the hub is offline or cannot be reached"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def main() -> int:
+    """Prints the folder of argv[1], with weights if `all` follows; exits 2 with one line if not."""
+    model = HubModel.parse(sys.argv[1])
+    assert model is not None
+    try:
+        folder = fetch_from_hub(model, needs_weights=sys.argv[2:] == ["all"])
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{folder}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
