@@ -19,7 +19,7 @@ from pdserve.config.model import ModelConfig
 from pdserve.layers.attention import ForwardBatch, attend, make_reach
 from pdserve.layers.linear import Linear, LinearBackend, choose_backend
 from pdserve.layers.norm import RmsNorm
-from pdserve.layers.rotary import RotaryEmbedding, rotate
+from pdserve.layers.rotary import RotaryEmbedding, Turns, rotate
 from pdserve.models.weights import WeightSource
 
 
@@ -68,11 +68,11 @@ class LlamaModel:
             float32 [num_sample_rows, V].
         """
         x_ME = self._embedding_VE.index_select(0, batch.token_ids)
-        cos, sin = self._rotary.of_batch(batch)
+        turns = self._rotary.of_batch(batch)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             keys, values = kv.layer(index)
-            q_MHD = layer.project(x_ME, cos, sin, batch.slots, keys, values)
+            q_MHD = layer.project(x_ME, turns, batch.slots, keys, values)
             is_last = index == last
             if is_last and not batch.sample_rows.numel():
                 break
@@ -129,7 +129,7 @@ class _Layer:
         self._down = take.product({f"{mlp}.down_proj": hidden}, inner, has_bias=config.has_mlp_bias)
 
     def project(
-        self, x_ME: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+        self, x_ME: Tensor, turns: Turns, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Writes the rows' keys and values to their slots and returns queries, [M, H, D]."""
         num_rotated = self._num_heads + self._num_kv_heads
@@ -139,17 +139,17 @@ class _Layer:
         if self._qk_norm is not None:
             rotated = self._qk_norm(rotated)
         if self._is_rotated:
-            rotated = rotate(rotated, cos, sin)
+            rotated = rotate(rotated, turns)
         keys.index_copy_(0, slots, rotated[:, self._num_heads :])
         values.index_copy_(0, slots, qkv[:, num_rotated:])
         return rotated[:, : self._num_heads].contiguous()
 
     def finish(self, x_ME: Tensor, heads_ME: Tensor) -> Tensor:
         """Adds attention and feed-forward to the residual stream."""
-        x_ME = x_ME + self._out(heads_ME)
-        gate_up = self._gate_up(self._mlp_norm(x_ME))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return x_ME + self._down(functional.silu(gate) * up)
+        # In place, here and below: at 256 rows a fresh tensor costs more than what is put in it.
+        x_ME = self._out(heads_ME).add_(x_ME)
+        gate, up = self._gate_up(self._mlp_norm(x_ME)).chunk(2, dim=-1)
+        return self._down(functional.silu(gate).mul_(up)).add_(x_ME)
 
 
 def _norm(name: str, config: ModelConfig, dtype: torch.dtype, source: WeightSource) -> RmsNorm:
