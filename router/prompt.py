@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from dataclasses import dataclass
 
 from pdserve.chat_template import ChatTemplate, Message
 from pdserve.errors import InvalidField
@@ -18,6 +19,21 @@ from router.validation import (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptOptions:
+    """How a prompt becomes tokens."""
+
+    add_special_tokens: bool | None = None
+    """None is the form's own way: the tokenizer's for text; a chat template writes its own."""
+    add_generation_prompt: bool = True
+    """Ends a chat with the opening of an answer."""
+    cache_salt: str = ""
+    """Narrows the tenant's part of the prefix caches."""
+
+
+PLAIN_PROMPT = PromptOptions()
+
+
 class RequestMaker:
     """Turns a client's message into the request that workers see. Checks everything first."""
 
@@ -32,11 +48,23 @@ class RequestMaker:
         """Takes the parts of one served model."""
         self._tokenizer = tokenizer
         self._template = template
-        self._limits = limits
+        self.limits = limits
         self._eos_token_ids = eos_token_ids
         self._front_id = front_id
 
-    async def make(self, wire: inference_pb2.GenerateRequest, deadline_s: float | None) -> Request:
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The served model's."""
+        return self._tokenizer
+
+    async def make(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        deadline_s: float | None,
+        *,
+        tenant_salt: bytes = b"",
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> Request:
         """Checks, renders, tokenizes and completes a request.
 
         Raises:
@@ -45,13 +73,13 @@ class RequestMaker:
             ModelNotFound: another model is asked for.
         """
         check_request_id(wire.request_id)
-        check_model(wire.model, self._limits)
-        check_prompt_form(wire, self._limits)
-        token_ids = await self._tokenize(wire)
+        check_model(wire.model, self.limits)
+        check_prompt_form(wire, self.limits)
+        token_ids = await self._tokenize(wire, options)
         field = {"chat": "chat.messages"}.get(wire.WhichOneof("prompt") or "")
-        check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, self._limits)
+        check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, self.limits)
         sampling = check_sampling(
-            wire.sampling, len(token_ids), self._limits, lambda: secrets.randbits(64)
+            wire.sampling, len(token_ids), self.limits, lambda: secrets.randbits(64)
         )
         return Request(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(12)}"),
@@ -59,23 +87,48 @@ class RequestMaker:
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
             eos_token_ids=self._eos_token_ids,
+            tenant_salt=tenant_salt,
             front_id=self._front_id,
             deadline_s=deadline_s,
         )
 
-    async def _tokenize(self, wire: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+    async def tokenize(
+        self, wire: inference_pb2.GenerateRequest, options: PromptOptions
+    ) -> tuple[int, ...]:
+        """Checks and tokenizes a prompt alone.
+
+        Raises:
+            InvalidField: as `make`.
+            ModelNotFound: as `make`.
+        """
+        check_model(wire.model, self.limits)
+        check_prompt_form(wire, self.limits)
+        return await self._tokenize(wire, options)
+
+    async def _tokenize(
+        self, wire: inference_pb2.GenerateRequest, options: PromptOptions
+    ) -> tuple[int, ...]:
         form = wire.WhichOneof("prompt")
         if form == "token_ids":
             return tuple(wire.token_ids.ids)
         if form == "text":
-            return await self._tokenizer.encode(wire.text)
+            return await self._tokenizer.encode(
+                wire.text, add_special_tokens=options.add_special_tokens is not False
+            )
         if self._template is None:
             raise InvalidField("chat", "a chat", "absent: this model has no chat template")
         messages = [Message(role=one.role, content=one.content) for one in wire.chat.messages]
-        limit = self._limits.max_prompt_characters + 64 * len(messages)
-        text = await asyncio.to_thread(self._template.render, messages, limit)
+        limit = self.limits.max_prompt_characters + 64 * len(messages)
+        text = await asyncio.to_thread(
+            self._template.render,
+            messages,
+            limit,
+            add_generation_prompt=options.add_generation_prompt,
+        )
         # The template writes special tokens such as BOS itself.
-        return await self._tokenizer.encode(text, add_special_tokens=False)
+        return await self._tokenizer.encode(
+            text, add_special_tokens=options.add_special_tokens is True
+        )
 
 
 def mint_handoff_id() -> HandoffId:
