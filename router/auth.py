@@ -98,5 +98,5 @@ def read_keyring(config: RouterConfig, drawn_secret: bytes) -> Keyring:
         if not found:
             raise ConfigError(f"{path} holds no API key; without the flag no key is asked for")
         keys += found
-    secret = drawn_secret if config.cluster_secret is None else config.cluster_secret.encode()
+    secret = config.cluster_secret.encode() if config.cluster_secret else drawn_secret
     return Keyring(keys, secret)
