@@ -49,6 +49,8 @@ class LocalCluster:
             report: takes phase lines and the children's lines, from any thread.
             command_of: what starts a role; tests put stand-ins here.
         """
+        self.name = cluster or f"local-{secrets.token_hex(4)}"
+        """In the registry."""
         self._host = config.host
         self._has_no_http = config.no_http
         self._port = config.port or free_port(config.host)
@@ -56,7 +58,7 @@ class LocalCluster:
         self._metrics_port = config.metrics_port or free_port(config.host)
         self._supervisor = Supervisor(
             config,
-            name=cluster or f"local-{secrets.token_hex(4)}",
+            name=self.name,
             port=self._port,
             http_port=self._http_port,
             metrics_port=self._metrics_port,

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.chat_template import ChatTemplate, Message
@@ -41,16 +42,21 @@ class RequestMaker:
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        limits: ModelLimits,
+        limits: Callable[[], ModelLimits],
         eos_token_ids: tuple[int, ...],
         front_id: FrontId,
     ) -> None:
-        """Takes the parts of one served model."""
+        """Takes the parts of one served model; `limits` says what holds now."""
         self._tokenizer = tokenizer
         self._template = template
-        self.limits = limits
+        self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._front_id = front_id
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What holds now."""
+        return self._limits()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -72,14 +78,15 @@ class RequestMaker:
             TooLong: the prompt, or prompt plus max_tokens, does not fit.
             ModelNotFound: another model is asked for.
         """
+        limits = self._limits()
         check_request_id(wire.request_id)
-        check_model(wire.model, self.limits)
-        check_prompt_form(wire, self.limits)
-        token_ids = await self._tokenize(wire, options)
+        check_model(wire.model, limits)
+        check_prompt_form(wire, limits)
+        token_ids = await self._tokenize(wire, limits, options)
         field = {"chat": "chat.messages"}.get(wire.WhichOneof("prompt") or "")
-        check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, self.limits)
+        check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, limits)
         sampling = check_sampling(
-            wire.sampling, len(token_ids), self.limits, lambda: secrets.randbits(64)
+            wire.sampling, len(token_ids), limits, lambda: secrets.randbits(64)
         )
         return Request(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(12)}"),
@@ -101,12 +108,13 @@ class RequestMaker:
             InvalidField: as `make`.
             ModelNotFound: as `make`.
         """
-        check_model(wire.model, self.limits)
-        check_prompt_form(wire, self.limits)
-        return await self._tokenize(wire, options)
+        limits = self._limits()
+        check_model(wire.model, limits)
+        check_prompt_form(wire, limits)
+        return await self._tokenize(wire, limits, options)
 
     async def _tokenize(
-        self, wire: inference_pb2.GenerateRequest, options: PromptOptions
+        self, wire: inference_pb2.GenerateRequest, limits: ModelLimits, options: PromptOptions
     ) -> tuple[int, ...]:
         form = wire.WhichOneof("prompt")
         if form == "token_ids":
@@ -118,7 +126,7 @@ class RequestMaker:
         if self._template is None:
             raise InvalidField("chat", "a chat", "absent: this model has no chat template")
         messages = [Message(role=one.role, content=one.content) for one in wire.chat.messages]
-        limit = self.limits.max_prompt_characters + 64 * len(messages)
+        limit = limits.max_prompt_characters + 64 * len(messages)
         text = await asyncio.to_thread(
             self._template.render,
             messages,
