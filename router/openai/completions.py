@@ -14,7 +14,7 @@ from router.openai.call import (
 from router.openai.choices import finish_fields
 from router.openai.compatibility import UnknownFields, check_rest
 from router.openai.fields import INT64, Fields, as_ids, as_text, brief
-from router.openai.logprobs import TokenTexts, completion_logprobs
+from router.openai.logprobs import TextOffset, TokenTexts, completion_logprobs
 from router.openai.sampling import read_sampling
 
 
@@ -30,7 +30,7 @@ class CompletionShape:
         self._texts = texts
         self._has_logprobs = has_logprobs
         self._has_token_ids = has_token_ids
-        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._offsets: defaultdict[int, TextOffset] = defaultdict(TextOffset)
 
     def opening(self, choice: int) -> dict[str, object] | None:
         """Returns None: there is no role."""
@@ -58,7 +58,7 @@ class CompletionShape:
         self, shown: dict[str, object], choice: int, chunk: inference_pb2.TokenChunk
     ) -> None:
         if self._has_logprobs:
-            shown["logprobs"], self._offsets[choice] = completion_logprobs(
+            shown["logprobs"] = completion_logprobs(
                 self._texts, chunk.logprobs, self._offsets[choice]
             )
         if self._has_token_ids:

@@ -77,10 +77,16 @@ def error_body(error: PdserveError) -> dict[str, object]:
             # Our own bugs are told in the log, not to the client.
             "message": "the router failed on this request" if is_bug else str(error),
             "type": meaning.kind,
-            "param": error.field if isinstance(error, InvalidField) else None,
+            "param": _param_of(error),
             "code": meaning.code,
         }
     }
+
+
+def _param_of(error: PdserveError) -> str | None:
+    if isinstance(error, ModelNotFound):
+        return "model"
+    return error.field if isinstance(error, InvalidField) else None
 
 
 def error_response(error: PdserveError) -> Response:

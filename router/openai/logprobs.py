@@ -1,5 +1,6 @@
 """Log-probabilities as chat and completions show them."""
 
+import codecs
 from collections.abc import Sequence
 
 from pdserve.detokenizer import TokenTable
@@ -55,22 +56,26 @@ def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, object
     }
 
 
-def completion_logprobs(
-    texts: TokenTexts, logprobs: Sequence[types_pb2.TokenLogprob], first_offset: int
-) -> tuple[dict[str, object], int]:
-    """Returns parallel lists, and the text offset behind the last token.
+class TextOffset:
+    """Counts the characters that a choice's tokens have completed so far."""
 
-    Args:
-        texts: of the served model.
-        logprobs: of new tokens.
-        first_offset: characters of all tokens before these.
-    """
-    offsets = []
-    offset = first_offset
-    for one in logprobs:
-        offsets.append(offset)
-        offset += len(texts.text_of(one.token_id))
-    entries: dict[str, object] = {
+    def __init__(self) -> None:
+        """Starts at the first character."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_characters = 0
+
+    def push(self, token_bytes: bytes) -> int:
+        """Takes the next token; returns where it begins."""
+        start = self.num_characters
+        self.num_characters += len(self._decoder.decode(token_bytes))
+        return start
+
+
+def completion_logprobs(
+    texts: TokenTexts, logprobs: Sequence[types_pb2.TokenLogprob], offset: TextOffset
+) -> dict[str, object]:
+    """Returns parallel lists of new tokens; `offset` moves behind them."""
+    return {
         "tokens": [texts.text_of(one.token_id) for one in logprobs],
         "token_logprobs": [_shown(one.logprob) for one in logprobs],
         "top_logprobs": [
@@ -80,9 +85,8 @@ def completion_logprobs(
             }
             for one in logprobs
         ],
-        "text_offset": offsets,
+        "text_offset": [offset.push(texts.bytes_of(one.token_id)) for one in logprobs],
     }
-    return entries, offset
 
 
 def _shown(logprob: float) -> float:
