@@ -19,6 +19,8 @@ FIRST_REQUEST_TIMEOUT_S = 30.0
 """A connection that has not sent a whole request head by then is reset."""
 KEEP_ALIVE_S = 75
 """Over the 60 s after which most proxies drop idle connections from their side."""
+SEND_BUFFER_BYTES = 256 * 1024
+"""What the kernel holds for a client that does not read; it would grow to 4 MiB by itself."""
 _BACKLOG = 1024
 
 
@@ -54,6 +56,8 @@ class HttpServer:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             listener.bind((address, port))
             listener.listen(_BACKLOG)

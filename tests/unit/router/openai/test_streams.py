@@ -18,7 +18,7 @@ from tests.support.http_client import (
     http_client,
     read_events,
 )
-from tests.support.router_harness import eventually, run_cluster
+from tests.support.router_harness import Cluster, eventually, run_cluster
 
 PROMPT = list(range(10, 50))
 STREAM = {"prompt": PROMPT, "stream": True, "return_token_ids": True}
