@@ -88,13 +88,13 @@ def read_stream_options(fields: Fields) -> tuple[bool, StreamOptions]:
     )
 
 
-def read_prompt_options(fields: Fields) -> PromptOptions:
+def read_prompt_options(fields: Fields, *, is_chat: bool) -> PromptOptions:
     """Reads what decides how a prompt becomes tokens."""
     cache_salt = fields.text("cache_salt") or ""
     if len(cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         limit = f"at most {MAX_CACHE_SALT_CHARACTERS} characters"
         raise InvalidField("cache_salt", len(cache_salt), limit)
-    wants_opening = fields.flag("add_generation_prompt")
+    wants_opening = fields.flag("add_generation_prompt") if is_chat else None
     return PromptOptions(
         add_special_tokens=fields.flag("add_special_tokens"),
         add_generation_prompt=wants_opening is not False,

@@ -89,7 +89,7 @@ def parse_chat(fields: Fields, texts: TokenTexts, unknown: UnknownFields) -> Cal
     )
     is_streaming, stream_options = read_stream_options(fields)
     returns_token_ids = fields.flag("return_token_ids") or False
-    options = read_prompt_options(fields)
+    options = read_prompt_options(fields, is_chat=True)
     check_rest(fields, unknown)
     return Call(
         wires=(wire,),

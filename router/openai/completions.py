@@ -91,7 +91,7 @@ def parse_completion(fields: Fields, texts: TokenTexts, unknown: UnknownFields) 
     names, prompts = _read_prompts(fields)
     is_streaming, stream_options = read_stream_options(fields)
     returns_token_ids = fields.flag("return_token_ids") or False
-    options = read_prompt_options(fields)
+    options = read_prompt_options(fields, is_chat=False)
     check_rest(fields, unknown)
     for wire in prompts:
         wire.model = model

@@ -41,6 +41,11 @@ class Fields:
         """Returns the names of fields that nobody has asked for."""
         return [name for name in self._values if name not in self._asked]
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names that were asked for."""
+        return frozenset(self._asked)
+
     def has(self, name: str) -> bool:
         """Says whether a field is there and not null."""
         return self.raw(name) is not None
