@@ -76,7 +76,9 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         api_keys=config.api_keys,
         api_keys_file=config.api_keys_file,
         cluster_secret=site.secret,
+        local_prefill_tokens=config.local_prefill_tokens,
         worker_silence_s=config.worker_silence_s,
+        max_client_buffer_bytes=config.max_client_buffer_bytes,
         drain_timeout_s=config.drain_timeout_s,
     )
 

@@ -40,6 +40,8 @@ class ActiveRequest:
     last_refusal: PdserveError | None = None
     fatal_refusal: PdserveError | None = None
     """A worker's refusal that no other worker would mend."""
+    is_local_refused: bool = False
+    """A decode worker had less of its prompt cached than was hoped."""
     avoided_until_s: dict[WorkerKey, float] = field(default_factory=dict)
     """Workers that refused a moment ago."""
     prefill_worker: str = ""

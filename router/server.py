@@ -133,7 +133,9 @@ class RouterFront:
         )
         self.dispatcher = Dispatcher(
             self.pool,
-            InProcessPlacer(self.pool, PrefixIndex(), config.block_size),
+            InProcessPlacer(
+                self.pool, PrefixIndex(), config.block_size, config.local_prefill_tokens
+            ),
             Admission(config.max_queued, config.max_in_flight),
             clock,
             Limits(
@@ -141,6 +143,7 @@ class RouterFront:
                 max_client_buffer_bytes=config.max_client_buffer_bytes,
                 call_timeout_s=config.call_timeout_s,
                 no_worker_wait_s=config.no_worker_wait_s,
+                max_local_tokens=config.local_prefill_tokens,
             ),
             model.tokenizer.table,
             self._metrics,

@@ -82,6 +82,12 @@ def serve(
             help="Prompt tokens a decode replica may compute for a request.",
         ),
     ] = None,
+    local_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Let a decode replica prefill what is at most this much uncached there.",
+        ),
+    ] = 0,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="The name clients use."),
@@ -142,6 +148,7 @@ def serve(
         max_local_prefill_tokens=max_local_prefill_tokens,
         api_keys=tuple(api_key or ()),
         api_keys_file=api_keys_file,
+        local_prefill_tokens=local_prefill_tokens,
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,
         handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),

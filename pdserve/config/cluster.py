@@ -26,6 +26,10 @@ class ClusterConfig:
     """None starts a private redis-server on loopback."""
     served_model_name: str | None = None
     max_local_prefill_tokens: int | None = None
+    local_prefill_tokens: int = 0
+    """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
+    max_client_buffer_bytes: int = 256 * 1024
+    """As of RouterConfig: buffered for a client that does not read."""
     ready_timeout_s: float = 120.0
     drain_timeout_s: float = 60.0
     heartbeat_s: float = 0.5

@@ -21,6 +21,8 @@ class RouterConfig:
     cluster: str = "default"
     block_size: int = 16
     max_model_len: int | None = None
+    local_prefill_tokens: int = 0
+    """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
     max_queued: int = 1024
     """Requests waiting for a place; one more is refused with RESOURCE_EXHAUSTED."""
     max_in_flight: int = 4096

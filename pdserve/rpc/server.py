@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.errors import ConfigError
+from pdserve.rpc.decoding import DecodingGuard
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_TIME_MS = 10_000
@@ -36,7 +37,8 @@ class RpcServer:
     ) -> None:
         """Makes a server that listens nowhere yet; interceptors see every call first."""
         self.grpc_server = grpc.aio.server(
-            interceptors=interceptors, options=_server_options(max_message_bytes)
+            interceptors=(*interceptors, DecodingGuard()),
+            options=_server_options(max_message_bytes),
         )
         self._service_names = ("", *service_names)
         self._health = health.aio.HealthServicer()
