@@ -26,6 +26,8 @@ class ActiveRequest:
     """Keys of the prompt's prefix."""
     deadline_at_s: float | None
     """On the router's clock."""
+    tenant: str = ""
+    """Who may abort it."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the driver has something to do."""
     driver: asyncio.Task[None] | None = None
