@@ -232,7 +232,8 @@ class DecodeScheduler:
         limit = min((one for one in limits if one is not None), default=None)
         if limit is not None and num_to_compute > limit:
             raise LocalPrefillRefused(
-                f"{num_to_compute} prompt tokens to compute, this worker may compute {limit}"
+                f"{num_to_compute} prompt tokens to compute, this worker may compute {limit} "
+                "(max_local_prefill_tokens)"
             )
         sequence = occupancy.roster.add(request, chain, Stage.WAITING, self._clock.now())
         sequence.max_computed_here = limit

@@ -198,6 +198,7 @@ class RequestState:
             attempt=self.attempt,
             deadline_s=deadline_s,
             is_priority=self._was_taken,
+            sample_index=base.sample_index,
         )
 
     def _sampling(self) -> SamplingParams:
@@ -208,8 +209,11 @@ class RequestState:
         return replace(sampling, prompt_logprobs=None)
 
     def begin_placement(self, decode: WorkerKey) -> int:
-        """Names another decode worker for held KV and returns its decode attempt."""
-        assert self.phase is Phase.UNPLACED
+        """Names another decode worker for held KV and returns its decode attempt.
+
+        A sample is placed with the others although the word that it must be is still on its way.
+        """
+        assert self.phase in (Phase.UNPLACED, Phase.PREFILLING)
         assert self.placement is not None
         self.decode_attempt += 1
         self.placement = Placement(prefill=self.placement.prefill, decode=decode)

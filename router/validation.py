@@ -1,7 +1,6 @@
 """Checks every field of a client's request and fills in the defaults.
 
-Each refusal names the field, the value and the limit. Nothing is ignored: what this release does
-not do (n > 1) is refused by name.
+Each refusal names the field, the value and the limit. Nothing is ignored.
 """
 
 import math
@@ -18,6 +17,7 @@ DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROB_ENTRIES = 2**18
 """Prompt tokens x (alternatives + 1) of one request: about 4 MB until the client has read them."""
+MAX_SAMPLES = 8
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
@@ -158,7 +158,6 @@ def check_sampling(
         InvalidField: a value is out of range or not supported.
         TooLong: prompt plus max_tokens exceed the limit.
     """
-    _refuse_unsupported(wire)
     max_tokens = _max_tokens(wire, num_prompt_tokens, limits)
     return SamplingParams(
         temperature=_real(wire, "temperature", wire.temperature, 1.0, (0.0, MAX_TEMPERATURE)),
@@ -192,12 +191,8 @@ def check_sampling(
         logit_bias=_logit_bias(wire.logit_bias, limits),
         prompt_logprobs=_prompt_logprobs(wire, num_prompt_tokens),
         echo=wire.echo,
+        n=_whole(wire, "n", wire.n, 1, (1, MAX_SAMPLES)),
     )
-
-
-def _refuse_unsupported(wire: types_pb2.SamplingParams) -> None:
-    if wire.HasField("n") and wire.n != 1:
-        raise InvalidField("sampling.n", wire.n, "1 in this release")
 
 
 def _max_tokens(wire: types_pb2.SamplingParams, num_prompt_tokens: int, limits: ModelLimits) -> int:

@@ -17,6 +17,10 @@ class ClusterConfig:
     num_decode: int = 1
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int = 8000
+    """Of the OpenAI-compatible front; 0 takes a free one."""
+    no_http: bool = False
+    """True listens for gRPC alone."""
     metrics_port: int = 0
     redis_url: str | None = None
     """None starts a private redis-server on loopback."""
@@ -40,6 +44,10 @@ class ClusterConfig:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     prefill_faults: FaultConfig = field(default_factory=FaultConfig)
     decode_faults: FaultConfig = field(default_factory=FaultConfig)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """`KEY` or `TENANT=KEY`; with any key set, calls without one are refused."""
+    api_keys_file: str | None = None
+    """Lines of `TENANT KEY`."""
 
     def __post_init__(self) -> None:
         """Checks pool sizes.

@@ -9,8 +9,8 @@ from pdserve.face.rank_process import RankProcess
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.request import FrontId, Incarnation, RequestId
-from pdserve.rpc.status import abort_with
 from pdserve.rpc.codec import request_from_wire
+from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, rank_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,12 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
-from pdserve.models.folder import effective_max_model_len, geometry_of, read_model_config
+from pdserve.models.folder import (
+    effective_engine,
+    effective_max_model_len,
+    geometry_of,
+    read_model_config,
+)
 from pdserve.models.registry import load_model
 from pdserve.rank.inbox import Inbox, read_channel
 from pdserve.rank.outbox import Outbox
@@ -93,6 +98,7 @@ def _load(
     started_s = clock.now()
     folder = Path(config.engine.model)
     model_config = read_model_config(folder)
+    config = replace(config, engine=effective_engine(model_config, config.engine))
     max_model_len = effective_max_model_len(model_config, config.engine.max_model_len)
     geometry = geometry_of(model_config, config.engine)
     model = load_model(folder, config.engine)
