@@ -105,7 +105,7 @@ async def test_D8_a_stop_string_cuts_text_ids_logprobs_and_usage_at_one_place(cl
         ("chat.messages[0].role", {"messages": [("robot", "hi")]}),
         ("sampling.temperature", {"temperature": math.nan}),
         ("sampling.top_p", {"top_p": 0.0}),
-        ("sampling.n", {"n": 2}),
+        ("sampling.n", {"n": 9}),
         ("sampling.max_tokens", {"max_tokens": 0}),
     ],
 )
@@ -365,11 +365,11 @@ async def test_E11_series_do_not_grow_with_requests(cluster):
 
     for _ in range(2):
         await generate(cluster, request_for(max_tokens=2))
-    await generate(cluster, request_for(n=3))
+    await generate(cluster, request_for(n=9))
     before = count()
     for number in range(5):
         await generate(cluster, request_for(request_id=f"r{number}", max_tokens=2))
-        await generate(cluster, request_for(n=3 + number))
+        await generate(cluster, request_for(n=9 + number))
     assert count() == before
 
 
