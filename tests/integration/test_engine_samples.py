@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Request, SamplingParams
@@ -194,3 +195,41 @@ def test_refused_samples_are_placed_again_together_without_a_second_prefill(fold
     expected = pair.run([group])
     assert {name: router.outputs[name] for name in expected} == expected
     hog.assert_ledger()
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 37, 256])
+def test_A14_prompt_logprobs_are_those_of_transformers_at_any_chunk_size(
+    folder: Path, chunk_tokens: int
+) -> None:
+    prompt = tuple(range(3, 203))
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, logprobs=2)
+    pair = EnginePair(folder, max_num_batched_tokens=chunk_tokens)
+    found = []
+    # The second time the prompt is cached, and must be computed all the same.
+    for name in ("cold", "warm"):
+        router = PairRouter(pair)
+        router.start(make_request(name, prompt, sampling=sampling))
+        run_turns(pair, router)
+        found.append(router.prompt_logprobs[name])
+        assert len(router.logprobs[name]) == 3
+    assert found[0] == found[1]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].double().log_softmax(1)
+    assert sorted(found[0]) == list(range(1, len(prompt)))
+    for position, one in found[0].items():
+        row = expected[position - 1]
+        assert one.token_id == prompt[position]
+        assert one.logprob == pytest.approx(float(row[prompt[position]]), abs=1e-4)
+        best = row.topk(2).values.tolist()
+        assert [top.logprob for top in one.top] == pytest.approx(best, abs=1e-4)
+    pair.assert_ledger()
+
+
+def test_A14_prompt_logprobs_of_a_group_are_told_once_by_its_first_sample(folder: Path) -> None:
+    pair = EnginePair(folder)
+    router = PairRouter(pair)
+    router.start(make_group(3, prompt_logprobs=0))
+    run_turns(pair, router)
+    assert len(router.prompt_logprobs["g#0"]) == len(PROMPTS["partial"]) - 1
+    assert router.prompt_logprobs["g#1"] == router.prompt_logprobs["g#2"] == {}
