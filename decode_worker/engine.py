@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
 from decode_worker.scheduler import DecodeProgress, DecodeScheduler
-from kv_transfer.events import FrameLanded, LinkDown
+from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import Stage
@@ -59,6 +59,8 @@ class DecodeEngine:
         match event:
             case FrameLanded():
                 self._landing.frame_landed(event)
+            case FrameUnloaded():
+                self._landing.frame_unloaded(event)
             case LinkDown():
                 self._landing.link_down(event)
             case rank_pb2.ToRank():

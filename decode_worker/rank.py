@@ -8,9 +8,10 @@ from decode_worker.landing import LandingDesk
 from decode_worker.reserver import SchedulerReserver
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.decode_side import DecodeHandoffs
-from kv_transfer.plan import frame_bytes
+from kv_transfer.plan import max_frame_bytes
 from kv_transfer.protocol import Identity
 from kv_transfer.receiver import LinkListener
+from kv_transfer.shipping import RankUnloader
 from kv_transfer.transport import FrameReceiver
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import ReservationId, WorkerId
@@ -23,7 +24,7 @@ def make_links(context: RankContext) -> FrameReceiver:
         host=context.config.host,
         incarnation=context.incarnation,
         config=handoff,
-        slot_bytes=frame_bytes(context.geometry, handoff.frame_tokens),
+        slot_bytes=max_frame_bytes(context.geometry, 0, handoff.frame_tokens, handoff.wire_dtype),
         post=context.inbox.post,
     )
 
@@ -43,16 +44,18 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
         worker_id=WorkerId(config.worker_id),
         incarnation=context.incarnation,
         compatibility_digest=context.geometry.digest(),
+        shape=context.geometry.shape,
     )
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
     )
+    unloader = RankUnloader(context.kv, links)
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
         config=config.handoff,
         reserver=reserver,
-        link_endpoint=links.endpoint(),
+        link_endpoints=unloader.endpoints(),
         mint_id=lambda: ReservationId(secrets.token_bytes(16)),
         clock=context.clock,
     )
@@ -60,8 +63,8 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
         handoffs=handoffs,
         reserver=reserver,
         scheduler=scheduler,
-        kv=context.kv,
-        links=links,
+        unloader=unloader,
+        block_size=context.geometry.block_size,
         outbox=context.outbox,
     )
     return DecodeEngine(

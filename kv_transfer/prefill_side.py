@@ -1,5 +1,6 @@
 """The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
 
+from kv_transfer.lanes import make_pair
 from kv_transfer.plan import Manifest, make_manifest
 from kv_transfer.prefill_actions import (
     TERMINAL_STAGES,
@@ -32,6 +33,7 @@ from kv_transfer.protocol import (
 )
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
+from pdserve.errors import ConfigError
 from pdserve.request import Request, ReservationId
 from pdserve.timeline import Clock
 
@@ -237,14 +239,17 @@ class PrefillHandoff:
     # Everything below is one step of the above.
 
     def _derive_manifest(self, grant: Grant) -> Manifest | None:
+        theirs = self._geometry.in_shape(grant.decode_shape)
+        if len(grant.links) != theirs.num_ranks:
+            return None
         try:
             return make_manifest(
-                self._geometry,
+                make_pair(self._geometry, theirs, grant.wire_dtype),
                 len(self.request.token_ids),
                 grant.num_cached_tokens,
                 grant.frame_tokens,
             )
-        except ValueError:
+        except (ConfigError, ValueError):
             return None
 
     def _push_ready(self) -> list[PrefillAction]:
@@ -258,7 +263,7 @@ class PrefillHandoff:
         return [
             PushFrame(
                 target=self._target,
-                endpoint=self._grant.link,
+                endpoint=self._grant.links[frame.decode_rank],
                 reservation_id=self._grant.reservation_id,
                 frame=frame,
             )

@@ -32,8 +32,8 @@ from kv_transfer.protocol import (
     Identity,
     Refusal,
 )
-from kv_transfer.transport import FrameSender, LinkPeer, OutgoingFrame
-from pdserve.cache.kv_tensors import KvTensors
+from kv_transfer.shipping import ShipFrame, Shipper, region_of
+from kv_transfer.transport import LinkPeer
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.engine.scheduler import Stage
@@ -93,8 +93,7 @@ class HandoffDesk:
         config: HandoffConfig,
         faults: FaultConfig,
         scheduler: PrefillScheduler,
-        kv: KvTensors,
-        links: FrameSender,
+        shipper: Shipper,
         outbox: Outbox,
         clock: Clock,
     ) -> None:
@@ -104,8 +103,7 @@ class HandoffDesk:
         self._config = config
         self._faults = faults
         self._scheduler = scheduler
-        self._kv = kv
-        self._links = links
+        self._shipper = shipper
         self._outbox = outbox
         self._clock = clock
         self._open: dict[RequestId, _Desk] = {}
@@ -277,28 +275,31 @@ class HandoffDesk:
 
     def _push_frames(self) -> None:
         """Packs and pushes what links have room for; frames of one link keep their order."""
-        while (action := self._frames.take(self._links.has_room)) is not None:
+        while (action := self._frames.take(self._shipper.has_room)) is not None:
             self._push(self._sending[action.reservation_id].request, action)
 
     def _push(self, request: Request, action: PushFrame) -> None:
         frame = action.frame
         table = self._scheduler.block_table(request.request_id, request.attempt)
-        block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
-        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
         target = action.target
         peer = LinkPeer(
-            worker_id=target.worker_id, incarnation=target.incarnation, endpoint=action.endpoint
+            worker_id=target.worker_id,
+            incarnation=target.incarnation,
+            endpoint=action.endpoint,
+            rank=frame.decode_rank,
         )
-        outgoing = OutgoingFrame(
+        order = ShipFrame(
+            prefill_rank=frame.prefill_rank,
+            peer=peer,
             reservation_id=action.reservation_id,
             frame_index=frame.index,
-            payload=self._kv.pack(block_ids, layers),
+            region=region_of(frame, table, self._geometry.block_size),
         )
-        self._links.push(peer, outgoing)
+        self._shipper.ship(order)
 
     def _drop_frames(self, reservation_id: ReservationId) -> None:
         self._sending.pop(reservation_id, None)
-        self._links.cancel(reservation_id)
+        self._shipper.cancel(reservation_id)
         self._frames.drop(reservation_id)
 
     def _report_needs_placement(
@@ -356,11 +357,11 @@ class HandoffDesk:
 
     def describe_links(self) -> list[inference_pb2.LinkInfo]:
         """Returns the live links for status pages."""
-        return codec.links_to_wire(self._links.links())
+        return codec.links_to_wire(self._shipper.links())
 
     def close(self) -> None:
         """Closes every link."""
-        self._links.close()
+        self._shipper.close()
 
 
 def _reserve_answer(reply: rank_pb2.PeerReply) -> Grant | Refusal | CallFailed:

@@ -5,6 +5,7 @@ import sys
 from kv_transfer.protocol import Identity
 from kv_transfer.sender import LinkPool
 from kv_transfer.sending_link import SenderIdentity
+from kv_transfer.shipping import RankShipper
 from kv_transfer.transport import FrameSender
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import WorkerId
@@ -39,13 +40,13 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
             worker_id=worker_id,
             incarnation=context.incarnation,
             compatibility_digest=context.geometry.digest(),
+            shape=context.geometry.shape,
         ),
         geometry=context.geometry,
         config=config.handoff,
         faults=config.faults,
         scheduler=scheduler,
-        kv=context.kv,
-        links=links,
+        shipper=RankShipper(context.kv, links),
         outbox=context.outbox,
         clock=context.clock,
     )
