@@ -14,7 +14,8 @@ from kv_transfer.decode_actions import (
     Scatter,
     Start,
 )
-from kv_transfer.decode_side import DecodeCounters, DecodeHandoffs
+from kv_transfer.decode_counters import DecodeCounters
+from kv_transfer.decode_side import DecodeHandoffs
 from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
 from kv_transfer.shipping import Unloader, UnloadFrame, region_of
 from pdserve.errors import InvalidField

@@ -11,6 +11,7 @@ from kv_transfer.decode_actions import (
     Scatter,
     Start,
 )
+from kv_transfer.decode_counters import DecodeCounters
 from kv_transfer.events import FrameLanded, LinkEnds, LinkId
 from kv_transfer.fences import Fences
 from kv_transfer.lanes import KvPair, make_pair
@@ -36,20 +37,6 @@ from pdserve.request import HandoffId, Incarnation, Request, RequestId, Reservat
 from pdserve.timeline import Clock
 
 RETRY_AFTER_QUARANTINE_S = 0.05
-
-
-@dataclass(slots=True)
-class DecodeCounters:
-    """Totals since start."""
-
-    granted: int = 0
-    refused: int = 0
-    started: int = 0
-    aborted: int = 0
-    stale_refused: int = 0
-    leases_expired: int = 0
-    frames_rejected: int = 0
-    bytes_landed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

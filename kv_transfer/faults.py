@@ -25,9 +25,12 @@ class FrameFaults:
             return self._num_frames
 
     def spoil_before_checksum(self, number: int, payload: Tensor) -> None:
-        """Flips a bit that no checksum will show."""
+        """Flips the sign of every value, which no checksum will show but the output must.
+
+        Every second byte's highest bit: the sign of bfloat16, and of float32 (with a mantissa bit).
+        """
         if number == self._corrupt_silently:
-            payload[payload.numel() // 2] ^= 1
+            payload[1::2] ^= 0x80
 
     def spoil_after_checksum(self, number: int, payload: Tensor) -> None:
         """Flips a bit that the checksum shows."""

@@ -140,6 +140,9 @@ class MemorySender:
         link = self._links.get((peer, rank))
         return link is None or len(link.queue) < self._ring_slots
 
+    def open(self, peer: LinkPeer) -> None:
+        """Does nothing: a link in memory takes no time to make."""
+
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
         key = (peer.incarnation, peer.rank)

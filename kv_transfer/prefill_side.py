@@ -5,6 +5,7 @@ from kv_transfer.plan import Manifest, make_manifest
 from kv_transfer.prefill_actions import (
     TERMINAL_STAGES,
     DropFrames,
+    LinkUse,
     PrefillAction,
     PrefillStage,
     PushFrame,
@@ -109,6 +110,22 @@ class PrefillHandoff:
     def reservation_id(self) -> ReservationId | None:
         """The reservation it holds on decode."""
         return None if self._grant is None else self._grant.reservation_id
+
+    @property
+    def links(self) -> tuple[LinkUse, ...]:
+        """The links that its frames take; none before the grant."""
+        if self._grant is None or self._manifest is None or self._target is None:
+            return ()
+        pairs = {(frame.prefill_rank, frame.decode_rank) for frame in self._manifest.frames}
+        return tuple(
+            LinkUse(
+                target=self._target,
+                endpoint=self._grant.links[decode_rank],
+                prefill_rank=prefill_rank,
+                decode_rank=decode_rank,
+            )
+            for prefill_rank, decode_rank in sorted(pairs)
+        )
 
     def place(self, target: DecodeTarget) -> list[PrefillAction]:
         """Asks a decode worker for a reservation; ignored unless unplaced and a newer attempt."""

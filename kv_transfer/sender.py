@@ -41,6 +41,17 @@ class LinkPool:
         link = self._links.get((peer, rank))
         return link is None or link.has_ended or link.has_room
 
+    def open(self, peer: LinkPeer) -> None:
+        """Begins to make the link, if there is none, so that the first frame need not wait."""
+        key = (peer.incarnation, peer.rank)
+        link = self._links.pop(key, None)
+        if link is None or link.has_ended:
+            if link is not None:
+                self._parting.append(link)
+            link = self._make_link(peer)
+            link.start()
+        self._links[key] = link
+
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
         key = (peer.incarnation, peer.rank)

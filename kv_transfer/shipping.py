@@ -7,7 +7,7 @@ own. Engine thread only: it alone reads and writes blocks.
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.events import FrameLanded, LinkEnds
+from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
 from kv_transfer.plan import Frame
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.transport import FrameReceiver, FrameSender, LinkPeer, LinkStatus, OutgoingFrame
@@ -42,8 +42,16 @@ class Shipper(Protocol):
         """Says whether one more frame may be shipped between two ranks now."""
         ...
 
+    def open(self, prefill_rank: int, peer: LinkPeer) -> None:
+        """Begins to make a link, if there is none, so that the first frame need not wait."""
+        ...
+
     def ship(self, order: ShipFrame) -> None:
         """Ships a frame; answered by FrameSent or LinkDown."""
+        ...
+
+    def take(self, event: FrameSent | LinkDown) -> None:
+        """Takes note of what a link reported, before the hand-off does."""
         ...
 
     def cancel(self, reservation_id: ReservationId) -> None:
@@ -94,6 +102,13 @@ class RankShipper:
     def has_room(self, ends: LinkEnds) -> bool:
         """Says whether one more frame may be packed for a rank of a peer now."""
         return self._links.has_room(ends.peer, ends.peer_rank)
+
+    def open(self, prefill_rank: int, peer: LinkPeer) -> None:
+        """Begins to make the link, if there is none."""
+        self._links.open(peer)
+
+    def take(self, event: FrameSent | LinkDown) -> None:
+        """Does nothing: these links know themselves what room they have."""
 
     def ship(self, order: ShipFrame) -> None:
         """Packs a region and pushes the copy."""

@@ -54,6 +54,10 @@ class FrameSender(Protocol):
         """Says whether a frame for this rank of a peer may be packed and pushed now."""
         ...
 
+    def open(self, peer: LinkPeer) -> None:
+        """Begins to make the link, if there is none, so that the first frame need not wait."""
+        ...
+
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
         ...

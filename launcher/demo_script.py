@@ -57,7 +57,16 @@ def _ask(question: str, *, system: str | None = None) -> tuple[ChatTurn, ...]:
     return (turn,) if system is None else (ChatTurn(role="system", content=system), turn)
 
 
-_FRANCE = _ask("What is the capital of France?")
+_COUNTRY = (
+    "You answer questions about this text in one short sentence. The text: France is a country in "
+    "western Europe with 68 million people. Its capital and largest city is Paris, on the river "
+    "Seine. Visitors to Paris go up the Eiffel Tower, see the Mona Lisa in the Louvre museum, and "
+    "walk along the river. The second city is Marseille, an old port on the Mediterranean Sea. In "
+    "the east, the Alps rise to Mont Blanc, 4,806 metres high. The national day is the 14th of "
+    "July, and the currency is the euro. Trains from Paris to Marseille take a little over three "
+    "hours."
+)
+_FRANCE = _ask("What is the capital of France?", system=_COUNTRY)
 
 ROUNDS = (
     (

@@ -49,12 +49,14 @@ class LocalCluster:
             report: takes phase lines and the children's lines, from any thread.
             command_of: what starts a role; tests put stand-ins here.
         """
+        self.name = cluster or f"local-{secrets.token_hex(4)}"
+        """In the registry."""
         self._host = config.host
         self._port = config.port or free_port(config.host)
         self._metrics_port = config.metrics_port or free_port(config.host)
         self._supervisor = Supervisor(
             config,
-            name=cluster or f"local-{secrets.token_hex(4)}",
+            name=self.name,
             port=self._port,
             metrics_port=self._metrics_port,
             role_command=command_of,

@@ -44,6 +44,10 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
             cluster=site.name,
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
+            heartbeat_s=config.heartbeat_s,
+            registry_lease_s=config.registry_lease_s,
+            frozen_after_s=config.frozen_after_s,
+            orphan_grace_s=config.orphan_grace_s,
             handoff=config.handoff,
             faults=faults,
         )
@@ -64,6 +68,7 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         cluster=site.name,
         block_size=config.engine.block_size,
         max_model_len=config.engine.max_model_len,
+        worker_silence_s=config.worker_silence_s,
         drain_timeout_s=config.drain_timeout_s,
     )
 

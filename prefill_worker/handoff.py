@@ -30,6 +30,7 @@ from kv_transfer.protocol import (
     Grant,
     HandoffAborted,
     Identity,
+    LinkEndpoint,
     Refusal,
 )
 from kv_transfer.shipping import ShipFrame, Shipper, region_of
@@ -187,6 +188,7 @@ class HandoffDesk:
 
     def frame_sent(self, event: FrameSent) -> None:
         """Takes a link's progress."""
+        self._shipper.take(event)
         handoff = self._sending.get(event.reservation_id)
         if handoff is not None:
             self._run(handoff, handoff.frame_sent(event.reservation_id, event.frame_index))
@@ -194,6 +196,7 @@ class HandoffDesk:
 
     def link_down(self, event: LinkDown) -> None:
         """Takes a link's death: what it had not sent needs another place."""
+        self._shipper.take(event)
         for reservation_id in event.lost:
             handoff = self._sending.get(reservation_id)
             if handoff is not None:
@@ -216,6 +219,7 @@ class HandoffDesk:
                 answer = _reserve_answer(reply)
                 self.totals.refused += isinstance(answer, Refusal)
                 self._run(handoff, handoff.reserve_answered(target, answer))
+                self._open_links(handoff)
             case SendCommit(target=target):
                 self._run(handoff, handoff.commit_answered(target, _commit_answer(reply)))
             case SendRenew(target=target):
@@ -273,6 +277,12 @@ class HandoffDesk:
         )
         self._calls[self._outbox.call_peer(call)] = _OpenCall(handoff, None)
 
+    def _open_links(self, handoff: PrefillHandoff) -> None:
+        """Making a link takes 10-400 ms on a busy machine: do it beside the prefill."""
+        for link in handoff.links:
+            peer = _peer_of(link.target, link.endpoint, link.decode_rank)
+            self._shipper.open(link.prefill_rank, peer)
+
     def _push_frames(self) -> None:
         """Packs and pushes what links have room for; frames of one link keep their order."""
         while (action := self._frames.take(self._shipper.has_room)) is not None:
@@ -281,16 +291,9 @@ class HandoffDesk:
     def _push(self, request: Request, action: PushFrame) -> None:
         frame = action.frame
         table = self._scheduler.block_table(request.request_id, request.attempt)
-        target = action.target
-        peer = LinkPeer(
-            worker_id=target.worker_id,
-            incarnation=target.incarnation,
-            endpoint=action.endpoint,
-            rank=frame.decode_rank,
-        )
         order = ShipFrame(
             prefill_rank=frame.prefill_rank,
-            peer=peer,
+            peer=_peer_of(action.target, action.endpoint, frame.decode_rank),
             reservation_id=action.reservation_id,
             frame_index=frame.index,
             region=region_of(frame, table, self._geometry.block_size),
@@ -362,6 +365,15 @@ class HandoffDesk:
     def close(self) -> None:
         """Closes every link."""
         self._shipper.close()
+
+
+def _peer_of(target: DecodeTarget, endpoint: LinkEndpoint, rank: int) -> LinkPeer:
+    return LinkPeer(
+        worker_id=target.worker_id,
+        incarnation=target.incarnation,
+        endpoint=endpoint,
+        rank=rank,
+    )
 
 
 def _reserve_answer(reply: rank_pb2.PeerReply) -> Grant | Refusal | CallFailed:

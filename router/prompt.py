@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 
 from pdserve.chat_template import ChatTemplate, Message
 from pdserve.errors import InvalidField
@@ -25,11 +26,11 @@ class RequestMaker:
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        limits: ModelLimits,
+        limits: Callable[[], ModelLimits],
         eos_token_ids: tuple[int, ...],
         front_id: FrontId,
     ) -> None:
-        """Takes the parts of one served model."""
+        """Takes the parts of one served model; `limits` says what holds now."""
         self._tokenizer = tokenizer
         self._template = template
         self._limits = limits
@@ -44,14 +45,15 @@ class RequestMaker:
             TooLong: the prompt, or prompt plus max_tokens, does not fit.
             ModelNotFound: another model is asked for.
         """
+        limits = self._limits()
         check_request_id(wire.request_id)
-        check_model(wire.model, self._limits)
-        check_prompt_form(wire, self._limits)
-        token_ids = await self._tokenize(wire)
+        check_model(wire.model, limits)
+        check_prompt_form(wire, limits)
+        token_ids = await self._tokenize(wire, limits.max_prompt_characters)
         field = {"chat": "chat.messages"}.get(wire.WhichOneof("prompt") or "")
-        check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, self._limits)
+        check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, limits)
         sampling = check_sampling(
-            wire.sampling, len(token_ids), self._limits, lambda: secrets.randbits(64)
+            wire.sampling, len(token_ids), limits, lambda: secrets.randbits(64)
         )
         return Request(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(12)}"),
@@ -63,7 +65,9 @@ class RequestMaker:
             deadline_s=deadline_s,
         )
 
-    async def _tokenize(self, wire: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+    async def _tokenize(
+        self, wire: inference_pb2.GenerateRequest, max_characters: int
+    ) -> tuple[int, ...]:
         form = wire.WhichOneof("prompt")
         if form == "token_ids":
             return tuple(wire.token_ids.ids)
@@ -72,7 +76,7 @@ class RequestMaker:
         if self._template is None:
             raise InvalidField("chat", "a chat", "absent: this model has no chat template")
         messages = [Message(role=one.role, content=one.content) for one in wire.chat.messages]
-        limit = self._limits.max_prompt_characters + 64 * len(messages)
+        limit = max_characters + 64 * len(messages)
         text = await asyncio.to_thread(self._template.render, messages, limit)
         # The template writes special tokens such as BOS itself.
         return await self._tokenizer.encode(text, add_special_tokens=False)

@@ -93,10 +93,15 @@ class ServedModel:
         )
         return cls(limits=limits, tokenizer=tokenizer, template=template, info=info)
 
-    def request_maker(self, front_id: FrontId) -> RequestMaker:
-        """Returns what checks and tokenizes this model's requests."""
-        eos_token_ids = tuple(self.info.eos_token_ids)
-        return RequestMaker(self.tokenizer, self.template, self.limits, eos_token_ids, front_id)
+    def request_maker(self, pool: WorkerPool, front_id: FrontId) -> RequestMaker:
+        """Returns what checks and tokenizes this model's requests, as the pool can hold them."""
+        return RequestMaker(
+            self.tokenizer,
+            self.template,
+            lambda: self.limits.within(pool.max_model_len),
+            tuple(self.info.eos_token_ids),
+            front_id,
+        )
 
 
 class RouterFront:
@@ -136,7 +141,7 @@ class RouterFront:
             self._metrics,
         )
         self.service = InferenceService(
-            model.request_maker(self.front_id),
+            model.request_maker(self.pool, self.front_id),
             self.dispatcher,
             self.pool,
             ServerIdentity(

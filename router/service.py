@@ -116,7 +116,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for delta in active.buffer.deltas():
                 await context.write(_chunk(request_id, sequence, delta))
                 sequence += 1
-            active.buffer.interrupt_with(_do_nothing)
             ending = active.buffer.ending
             if ending is not None and ending.completion is not None:
                 await context.write(
@@ -130,6 +129,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if not is_cut or context.cancelled():
                 raise
             task.uncancel()
+        finally:
+            # A second interrupt, by the cancel that follows in Generate, would hit grpc's own code.
+            active.buffer.interrupt_with(_do_nothing)
 
     async def Abort(
         self,
@@ -153,6 +155,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         info = inference_pb2.GetModelInfoResponse()
         info.CopyFrom(self._identity.model_info)
         info.dtype = self._pool.dtype
+        held_tokens = self._pool.max_model_len
+        if held_tokens is not None:
+            info.max_model_len = min(info.max_model_len, held_tokens)
         return info
 
     async def GetServerInfo(
@@ -226,4 +231,4 @@ def _chunk(request_id: str, sequence: int, delta: Delta) -> inference_pb2.Genera
 
 
 def _do_nothing() -> None:
-    """The handler is past its last token: nothing is left to interrupt."""
+    """The handler writes no more: nothing is left to interrupt."""

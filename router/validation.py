@@ -7,7 +7,7 @@ not do (n > 1, penalties, biases, min_p, prompt log-probs, echo) is refused by n
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.errors import InvalidField, ModelNotFound, TooLong
 from pdserve.request import SamplingParams
@@ -37,6 +37,12 @@ class ModelLimits:
     """Prompt plus output, in tokens: the effective limit that GetModelInfo reports."""
     special_ids: frozenset[int]
     max_token_characters: int
+
+    def within(self, held_tokens: int | None) -> "ModelLimits":
+        """Returns the limits of workers that hold so many tokens, which may be fewer."""
+        if held_tokens is None or held_tokens >= self.max_model_len:
+            return self
+        return replace(self, max_model_len=held_tokens)
 
     @property
     def max_prompt_characters(self) -> int:

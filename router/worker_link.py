@@ -8,7 +8,8 @@ address, when another incarnation answers, or when nothing was heard for `worker
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -22,6 +23,8 @@ from pdserve.timeline import Clock
 from router.policy import WorkerKey
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 _RECONNECT_PAUSE_S = 0.05
 _MAX_RECONNECT_PAUSE_S = 0.5
@@ -113,41 +116,42 @@ class WorkerLink:
     async def submit(self, request: worker_pb2.SubmitRequest, timeout_s: float) -> None:
         """Sends a request; raises the worker's error, or WorkerLost when it is not reached."""
         self._check_usable()
-        try:
-            await self._stub.Submit(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+        await self._answer(self._stub.Submit(request, timeout=timeout_s))
 
     async def place_decode(self, request: worker_pb2.PlaceDecodeRequest, timeout_s: float) -> None:
         """Names a decode worker for held KV; raises as `submit` does."""
         self._check_usable()
-        try:
-            await self._stub.PlaceDecode(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+        await self._answer(self._stub.PlaceDecode(request, timeout=timeout_s))
 
     async def cancel(self, request_id: RequestId, attempt: int, timeout_s: float) -> bool:
         """Fences an attempt and all older ones; returns whether the worker knew the request."""
         self._check_usable()
         request = worker_pb2.CancelRequest(request_id=request_id, attempt=attempt)
-        try:
-            answer = await self._stub.Cancel(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+        answer = await self._answer(self._stub.Cancel(request, timeout=timeout_s))
         return answer.was_known
 
     async def get_status(self, timeout_s: float) -> inference_pb2.WorkerInfo:
         """Asks for figures and the ledger; raises as `submit` does."""
         self._check_usable()
-        try:
-            answer = await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
-        return answer.worker
+        call = self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+        return (await self._answer(call)).worker
 
     def _check_usable(self) -> None:
         if self.is_lost:
             raise WorkerLost(f"worker {self.key.worker_id} is gone")
+
+    async def _answer(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        except asyncio.CancelledError:
+            # A closed channel cancels its calls, and grpc.aio passes that on to whoever waits: an
+            # RPC handler that waits would end without a status, and its client would hang.
+            task = asyncio.current_task()
+            if self.is_lost and task is not None and not task.cancelling():
+                raise WorkerLost(f"worker {self.key.worker_id} is gone") from None
+            raise
 
     async def _run(self) -> None:
         pause_s = _RECONNECT_PAUSE_S

@@ -158,6 +158,12 @@ class WorkerPool:
             raise WorkerLost(f"worker {worker.worker_id} is gone")
         return link
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Prompt plus output that every live worker can hold; None while there is none."""
+        lengths = (link.record.max_model_len for link in self._links.values() if link.is_alive)
+        return min(lengths, default=None)
+
     def num_available(self, role: Role) -> int:
         """Returns how many workers of a pool take new work."""
         return sum(link.is_available and link.record.role is role for link in self._links.values())

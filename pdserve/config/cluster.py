@@ -24,6 +24,15 @@ class ClusterConfig:
     max_local_prefill_tokens: int | None = None
     ready_timeout_s: float = 120.0
     drain_timeout_s: float = 60.0
+    heartbeat_s: float = 0.5
+    """Workers renew their place in the registry this often."""
+    registry_lease_s: float = 3.0
+    frozen_after_s: float = 5.0
+    """No progress of a rank for this long, with work queued, means frozen."""
+    orphan_grace_s: float = 20.0
+    """Workers cancel requests whose router has been gone for this long."""
+    worker_silence_s: float = 3.0
+    """A worker whose stream says nothing for this long is dead to the router."""
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     prefill_faults: FaultConfig = field(default_factory=FaultConfig)
     decode_faults: FaultConfig = field(default_factory=FaultConfig)

@@ -45,7 +45,7 @@ class FaultConfig:
     corrupt_frame: int | None = None
     """Flips a bit in the n-th frame sent by this worker, after its checksum is taken."""
     corrupt_frame_silently: int | None = None
-    """The same before the checksum is taken, so that only the output can show it."""
+    """Flips all signs in the n-th frame before its checksum: only the output can show it."""
     commit_delay_s: float = 0.0
     """Added before each commit is sent."""
     reject_reservations: int = 0
@@ -74,6 +74,8 @@ class WorkerConfig:
     registry_lease_s: float = 3.0
     frozen_after_s: float = 5.0
     """No progress for this long with work queued means frozen."""
+    orphan_grace_s: float = 20.0
+    """Requests of a front that has had no stream for this long are cancelled."""
     drain_timeout_s: float = 60.0
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)

@@ -34,8 +34,6 @@ from pdserve.timeline import MonotonicClock
 
 logger = logging.getLogger(__name__)
 
-ORPHAN_GRACE_S = 20.0
-"""Requests of a front that has had no stream for this long are cancelled."""
 EXIT_OK, EXIT_RANK_LOST, EXIT_FROZEN = 0, 1, 3
 
 AddServices = Callable[[RpcServer, RankProcess, WorkerConfig], None]
@@ -165,9 +163,10 @@ class Face:
                 self._finish(EXIT_FROZEN)
                 return
             self._log.expire()
-            for request_id, attempt in self._streams.take_orphans(ORPHAN_GRACE_S):
+            for request_id, attempt in self._streams.take_orphans(self._config.orphan_grace_s):
                 cancel = worker_pb2.CancelRequest(request_id=request_id, attempt=attempt)
                 await self._rank.send(rank_pb2.ToRank(cancel=cancel))
+                self._log.forget(request_id, attempt)
 
     def _on_updates(self, updates: rank_pb2.RankUpdates) -> None:
         for item in updates.updates:

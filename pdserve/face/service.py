@@ -8,7 +8,7 @@ from pdserve.errors import PdserveError, StaleAttempt, WorkerLost
 from pdserve.face.rank_process import RankProcess
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
-from pdserve.request import Incarnation, RequestId
+from pdserve.request import FrontId, Incarnation, RequestId
 from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, rank_pb2, worker_pb2, worker_pb2_grpc
 
@@ -37,13 +37,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.SubmitRequest, worker_pb2.SubmitResponse],
     ) -> worker_pb2.SubmitResponse:
         """Queues a request on the rank."""
+        spec = request.request
+        request_id = RequestId(spec.request_id)
         try:
             if request.incarnation != self._info.incarnation:
                 raise StaleAttempt(f"this is incarnation {self._info.incarnation:016x}")
             if self._info.state != "ready":
                 raise WorkerLost(f"worker {self._info.worker_id} is {self._info.state}")
+            self._log.open(FrontId(spec.front_id), request_id, spec.attempt)
             reply = await self._rank.call(rank_pb2.ToRank(submit=request), self._call_timeout_s)
         except PdserveError as error:
+            self._log.forget(request_id, spec.attempt)
             await abort_with(context, error)
         return reply.submit
 

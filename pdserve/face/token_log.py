@@ -52,6 +52,12 @@ class TokenLog:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def open(self, front_id: FrontId, request_id: RequestId, attempt: int) -> None:
+        """Records a request that has nothing to tell yet: it is known, and may be orphaned."""
+        entry = self._entries.get(request_id)
+        if entry is None or attempt > entry.attempt:
+            self._entries[request_id] = _Entry(front_id, attempt, 0, 0)
+
     def append(self, front_id: FrontId, update: worker_pb2.SequenceUpdate) -> None:
         """Records an update from the rank; a newer attempt replaces what an older one left."""
         request_id = RequestId(update.request_id)
@@ -136,7 +142,7 @@ class TokenLog:
         """Drops a cancelled request, unless a newer attempt runs here."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.attempt <= attempt:
-            del self._entries[request_id]
+            self._remove(request_id)
 
     def expire(self) -> None:
         """Drops what ended longer than the retention ago."""
@@ -147,7 +153,16 @@ class TokenLog:
             if entry.ended_at_s is not None and entry.ended_at_s < limit
         ]
         for request_id in ended:
-            del self._entries[request_id]
+            self._remove(request_id)
+
+    def _remove(self, request_id: RequestId) -> None:
+        """Drops an entry, and what a front that never came back was still to be told of it."""
+        front_id = self._entries.pop(request_id).front_id
+        dirty = self._dirty.get(front_id)
+        if dirty is not None:
+            dirty.pop(request_id, None)
+            if not dirty:
+                del self._dirty[front_id]
 
 
 def _only_outcome(update: worker_pb2.SequenceUpdate) -> worker_pb2.SequenceUpdate:

@@ -102,6 +102,10 @@ def _load(
     kv = KvTensors(geometry, num_blocks)
     room = num_blocks * geometry.block_size
     _report(outbox, "allocate KV", clock.now() - started_s, f"{room} tokens in {num_blocks} blocks")
+    started_s = clock.now()
+    runner = ModelRunner(model, kv)
+    runner.warm_up()
+    _report(outbox, "warm up", clock.now() - started_s, "")
     return RankContext(
         config=config,
         incarnation=incarnation,
@@ -111,7 +115,7 @@ def _load(
         model=model_config,
         geometry=geometry,
         kv=kv,
-        runner=ModelRunner(model, kv),
+        runner=runner,
         max_model_len=min(max_model_len, room),
     )
 

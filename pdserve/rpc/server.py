@@ -111,7 +111,7 @@ def _server_options(max_message_bytes: int) -> list[Option]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_pings_without_data", 0),
         # Otherwise a second server on the port is accepted and takes half of the calls.
         ("grpc.so_reuseport", 0),

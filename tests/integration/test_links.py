@@ -53,13 +53,24 @@ class Child:
 
     def signal(self, number: signal.Signals) -> float:
         self.process.send_signal(number)
-        return time.monotonic()
+        sent_at_s = time.monotonic()
+        # A stopped process may go on for a moment: its threads stop one by one.
+        while number == signal.SIGSTOP and not is_stopped(self.process.pid):
+            assert time.monotonic() < sent_at_s + 10
+            time.sleep(0.001)
+        return sent_at_s
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
         self._input.close()
         self._output.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Says whether every thread of a process stands still."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
 class Inbox:

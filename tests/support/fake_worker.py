@@ -131,6 +131,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         *,
         digest: bytes = b"same",
         total_blocks: int = 100_000,
+        max_model_len: int = 4096,
         incarnation: int | None = None,
         port: int = 0,
     ) -> None:
@@ -140,6 +141,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.script = script
         self.digest = digest
         self.total_blocks = total_blocks
+        self.max_model_len = max_model_len
         number = incarnation if incarnation is not None else zlib.crc32(worker_id.encode())
         self.incarnation = Incarnation(number)
         self.key = WorkerKey(worker_id=WorkerId(worker_id), incarnation=self.incarnation)
@@ -148,6 +150,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_alive = False
         self.is_frozen = False
         self.num_streams = 0
+        self.num_status_calls = 0
         self.specs: list[types_pb2.RequestSpec] = []
         self._port = port
         self._clock = MonotonicClock()
@@ -177,7 +180,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             compatibility_digest=self.digest,
             geometry="num_layers=2 dtype=float32",
             model="tiny",
-            max_model_len=4096,
+            max_model_len=self.max_model_len,
             total_blocks=self.total_blocks,
             block_size=16,
             face_pid=1000,
@@ -292,6 +295,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetStatusResponse:
+        self.num_status_calls += 1
         await self._thaw()
         info = inference_pb2.WorkerInfo(
             worker_id=self.worker_id,

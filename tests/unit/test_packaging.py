@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,16 @@ PACKAGES: list[str] = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["pac
 def test_every_package_that_is_named_exists() -> None:
     # hatchling drops a misspelt entry without a word.
     assert all((ROOT / name / "__init__.py").is_file() for name in PACKAGES)
+
+
+def test_a_built_wheel_holds_these_packages_and_nothing_else(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top_level = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top_level == set(PACKAGES)
+    assert "pdserve/rpc/v1/inference_pb2.py" in names
 
 
 def test_every_package_that_exists_is_named() -> None:

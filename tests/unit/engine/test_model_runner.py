@@ -120,3 +120,14 @@ def test_a_sequence_may_reach_the_length_limit_in_the_last_blocks(tiny_llama_fol
     part = make_slice(make_request(PROMPT), PROMPT, 0, 40, [13, 14, 15])
     far = compute_logits(short, part)
     assert torch.equal(far, compute_logits(short, replace(part, block_ids=(2, 1, 0))))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 64])
+def test_warming_up_changes_no_token_whatever_the_memory(
+    tiny_llama_folder: Path, num_blocks: int
+) -> None:
+    model = load_model(tiny_llama_folder, ENGINE)
+    cold, warm = (make_runner(model, ENGINE, num_blocks) for _ in range(2))
+    warm.warm_up()
+    request = make_request((5, 6, 7))
+    assert generate(warm, request, 8, [0]) == generate(cold, request, 8, [0])

@@ -85,3 +85,27 @@ def test_ended_requests_are_forgotten_after_the_retention() -> None:
     clock.advance(2.0)
     log.expire()
     assert len(log) == 0
+
+
+def test_a_request_that_was_just_taken_is_known_to_a_front_that_reconnects() -> None:
+    log = TokenLog(ManualClock())
+    log.open(FRONT, RequestId("r"), 1)
+    assert log.open_requests(FRONT) == [(RequestId("r"), 1)]
+    log.resume(FRONT, [worker_pb2.Resume(request_id="r", attempt=1, next_index=0)])
+    assert [update.WhichOneof("outcome") for update in log.take(FRONT)] == [None]
+    log.append(FRONT, make_update(3, 9))
+    (update,) = log.take(FRONT)
+    assert (update.first_index, list(update.token_ids)) == (3, [9])
+
+
+def test_a_front_that_never_comes_back_leaves_nothing() -> None:
+    clock = ManualClock()
+    log = TokenLog(clock, retention_s=30.0)
+    log.append(FRONT, make_update(0, 1))
+    log.forget(RequestId("r"), 1)
+    assert not log.has_news(FRONT)
+    log.append(FRONT, make_update(0, 1, finished=finished()))
+    clock.advance(31.0)
+    log.expire()
+    assert not log.has_news(FRONT)
+    assert len(log) == 0

@@ -152,6 +152,16 @@ def test_frames_land_in_order_with_their_bytes(
         assert departures.sent().frame_index == index
 
 
+def test_a_link_that_was_opened_early_carries_the_first_frame(ends: Ends, arrivals: Inbox) -> None:
+    sender, receiver = ends
+    sender.open(peer_of(receiver))
+    sender.open(peer_of(receiver))
+    sender.push(peer_of(receiver), outgoing(0))
+    landed = arrivals.landed()
+    assert (landed.frame_index, landed.link.epoch) == (0, 1)
+    receiver.release_slot(landed)
+
+
 def test_no_frame_lands_without_a_free_slot_and_the_queue_is_bounded(
     ends: Ends, arrivals: Inbox, departures: Inbox
 ) -> None:

@@ -57,6 +57,21 @@ def test_workers_get_the_clusters_settings_and_the_resolved_folder() -> None:
         assert config.drain_timeout_s == 9.0
 
 
+def test_times_of_life_and_death_reach_those_who_keep_them() -> None:
+    config = replace(
+        CONFIG,
+        heartbeat_s=0.1,
+        registry_lease_s=1.0,
+        frozen_after_s=2.0,
+        orphan_grace_s=3.0,
+        worker_silence_s=4.0,
+    )
+    for worker in worker_configs(config, SITE):
+        assert (worker.heartbeat_s, worker.registry_lease_s) == (0.1, 1.0)
+        assert (worker.frozen_after_s, worker.orphan_grace_s) == (2.0, 3.0)
+    assert router_config(config, SITE).worker_silence_s == 4.0
+
+
 def test_colocated_cluster_has_decode_workers_only() -> None:
     configs = worker_configs(replace(CONFIG, num_prefill=0), SITE)
     assert [config.worker_id for config in configs] == ["decode-0", "decode-1"]

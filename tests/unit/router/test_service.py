@@ -148,6 +148,23 @@ async def test_D2_the_boundary_is_the_limit_that_model_info_shows(cluster):
         assert isinstance(refused.error, TooLong)
 
 
+async def test_D2_the_limit_is_that_of_the_worker_that_holds_least(cluster):
+    await cluster.add("p0")
+    await cluster.add("d0", max_model_len=100)
+    await cluster.add("d1")
+    await cluster.ready(3)
+    info = await cluster.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+    assert info.max_model_len == 100
+    assert info.dtype == "float32"
+    assert (await generate(cluster, request_for([7] * 99, max_tokens=1))).error is None
+    for prompt, max_tokens in ((100, 1), (90, 11)):
+        refused = await generate(cluster, request_for([7] * prompt, max_tokens=max_tokens))
+        assert isinstance(refused.error, TooLong)
+    await cluster.network.workers[_key(cluster, "d0")].die()
+    await cluster.ready(2)
+    assert (await generate(cluster, request_for([7] * 100, max_tokens=50))).error is None
+
+
 async def test_another_models_name_is_not_found(cluster):
     await _pair(cluster)
     request = request_for()
@@ -186,7 +203,7 @@ async def test_abort_ends_a_request_as_cancelled(cluster):
     await cluster.quiet()
 
 
-async def test_D14_cancels_at_random_points_leave_nothing_behind(cluster):
+async def test_D14_cancels_at_random_points_leave_nothing_behind(cluster, caplog):
     await cluster.add("p0", Script(token_delay_s=0.001))
     await cluster.add("p1", Script(hold_first_token_s=0.005))
     await cluster.add("d0", Script(token_delay_s=0.002, refuse_reservations=10))
@@ -206,6 +223,7 @@ async def test_D14_cancels_at_random_points_leave_nothing_behind(cluster):
     await asyncio.gather(*(cancel_after(random_number.randrange(0, 12)) for _ in range(100)))
     await cluster.quiet()
     await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert (await generate(cluster)).error is None
 
 
@@ -309,6 +327,18 @@ async def test_loads_show_every_worker_even_a_frozen_one(cluster):
     assert by_id["d1"].state == "silent"
     info = await cluster.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())
     assert (info.num_prefill, info.num_decode) == (1, 2)
+
+
+async def test_loads_are_answered_when_a_worker_is_lost_in_the_middle(cluster):
+    await _pair(cluster)
+    frozen = await cluster.add("d1")
+    await cluster.ready(3)
+    frozen.is_frozen = True
+    call = cluster.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=5)
+    await eventually(lambda: frozen.num_status_calls == 1)
+    cluster.front.pool.link(frozen.key).lose("silent")
+    states = {worker.worker_id: worker.state for worker in (await call).workers}
+    assert states == {"p0": "ready", "d0": "ready", "d1": "lost"}
 
 
 async def test_E10_the_log_line_of_a_request_holds_no_content(cluster, caplog):
