@@ -22,7 +22,12 @@ T = TypeVar("T")
 
 ENVIRONMENT_PREFIX = "PDSERVE_"
 _FLAG_PREFIX = {"engine": "", "handoff": "handoff-", "faults": "fault-"}
-_RENAMED = {"redis_url": "redis", "kv_cache_memory_bytes": "kv-cache-memory"}
+_RENAMED = {
+    "redis_url": "redis",
+    "kv_cache_memory_bytes": "kv-cache-memory",
+    "tensor_parallel": "tensor-parallel-size",
+    "pipeline_parallel": "pipeline-parallel-size",
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _SIZE_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
