@@ -8,6 +8,7 @@ from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
 from decode_worker.scheduler import DecodeProgress, DecodeScheduler
 from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
+from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import Stage
@@ -65,6 +66,8 @@ class DecodeEngine:
                 self._landing.link_down(event)
             case rank_pb2.ToRank():
                 self._handle_message(event)
+            case rank_pb2.FromFollower():
+                self.handle(event_from_wire(event))
             case _:
                 raise AssertionError(f"unknown event {event!r}")
         self._open_started()

@@ -34,11 +34,19 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
         (Role.PREFILL, config.num_prefill, config.prefill_faults),
         (Role.DECODE, config.num_decode, config.decode_faults),
     )
+    engines = {
+        Role.PREFILL: config.engine,
+        Role.DECODE: replace(
+            config.engine,
+            tensor_parallel=config.decode_tensor_parallel or config.engine.tensor_parallel,
+            pipeline_parallel=config.decode_pipeline_parallel or config.engine.pipeline_parallel,
+        ),
+    }
     return tuple(
         WorkerConfig(
             role=role,
             worker_id=f"{role}-{index}",
-            engine=replace(config.engine, model=str(site.folder)),
+            engine=replace(engines[role], model=str(site.folder)),
             host=site.host,
             redis_url=site.redis_url,
             cluster=site.name,

@@ -66,6 +66,22 @@ def serve(
         str | None,
         typer.Option(help="Bytes of KV per replica, e.g. 512M or 2G."),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer."),
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option("--pipeline-parallel-size", "-pp", help="Stages that share the layers."),
+    ] = 1,
+    decode_tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(help="Of decode replicas, if it differs."),
+    ] = None,
+    decode_pipeline_parallel_size: Annotated[
+        int | None,
+        typer.Option(help="Of decode replicas, if it differs."),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(help="Reuse KV of shared prefixes."),
@@ -110,6 +126,8 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory_bytes=_size(kv_cache_memory, "--kv-cache-memory"),
         enable_prefix_caching=enable_prefix_caching,
+        tensor_parallel=tensor_parallel_size,
+        pipeline_parallel=pipeline_parallel_size,
         seed=seed,
     )
     config = ClusterConfig(
@@ -121,6 +139,8 @@ def serve(
         metrics_port=metrics_port,
         redis_url=redis,
         served_model_name=served_model_name,
+        decode_tensor_parallel=decode_tensor_parallel_size,
+        decode_pipeline_parallel=decode_pipeline_parallel_size,
         max_local_prefill_tokens=max_local_prefill_tokens,
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,

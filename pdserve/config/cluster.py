@@ -21,6 +21,10 @@ class ClusterConfig:
     redis_url: str | None = None
     """None starts a private redis-server on loopback."""
     served_model_name: str | None = None
+    decode_tensor_parallel: int | None = None
+    """Of decode replicas; None takes the engine's."""
+    decode_pipeline_parallel: int | None = None
+    """Likewise."""
     max_local_prefill_tokens: int | None = None
     ready_timeout_s: float = 120.0
     drain_timeout_s: float = 60.0

@@ -11,7 +11,8 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store, Work
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed import ProcessGroupGloo, Work
 
 from pdserve.config.shape import RankPart
 
