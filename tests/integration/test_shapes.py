@@ -16,7 +16,14 @@ from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
 from pdserve.models.registry import load_model
 from pdserve.process import is_running
-from tests.support.cluster import TEST_ENGINE, ClusterHarness, running_cluster, wait_until
+from pdserve.registry.base import WorkerRecord
+from tests.support.cluster import (
+    TEST_ENGINE,
+    ClusterHarness,
+    running_cluster,
+    wait_until,
+    wait_until_async,
+)
 from tests.support.generation import generate, make_request, make_runner
 from tests.support.models import tiny_llama_folder  # noqa: F401
 from tests.support.oracles import assert_ledger, assert_not_recomputed, assert_one_end
@@ -93,14 +100,15 @@ async def test_A15_the_death_of_one_rank_is_the_death_of_its_replica_and_changes
         tiny_llama_folder, shape_of(1, 1, 2, 1), num_decode=2, decode_faults=slow
     ) as harness:
         async with harness.connect() as client:
-            killed: list[tuple[int, ...]] = []
+            killed: list[WorkerRecord] = []
 
             async def kill_rank_1_after_eight(generation: Generation) -> None:
                 if len(generation.token_ids) >= 8 and not killed:
-                    record = harness.cluster.member(await client.busy_worker("decode")).record
+                    worker_id = await client.busy_worker("decode")
+                    record = harness.cluster.member(worker_id).record
                     assert record is not None
                     os.kill(record.rank_pids[1], signal.SIGKILL)
-                    killed.append((*record.rank_pids, record.face_pid))
+                    killed.append(record)
 
             found = await client.generate(
                 prompt_ids=prompt,
@@ -114,8 +122,15 @@ async def test_A15_the_death_of_one_rank_is_the_death_of_its_replica_and_changes
             assert_one_end(found)
             assert found.timeline is not None
             assert found.timeline.attempts == 2
-            wait_until(lambda: not any(is_running(pid) for pid in killed[0]), 10.0)
-            harness.wait_all_registered()
+            old = killed[0]
+            pids = (*old.rank_pids, old.face_pid)
+            wait_until(lambda: not any(is_running(pid) for pid in pids), 10.0)
+
+            async def has_come_back() -> bool:
+                workers = await client.loads()
+                return len(workers) == 3 and workers[old.worker_id].incarnation != old.incarnation
+
+            await wait_until_async(has_come_back, 60.0, "the replica came back")
             await assert_ledger(client, num_workers=3)
 
 
