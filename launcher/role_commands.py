@@ -36,11 +36,7 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
     )
     engines = {
         Role.PREFILL: config.engine,
-        Role.DECODE: replace(
-            config.engine,
-            tensor_parallel=config.decode_tensor_parallel or config.engine.tensor_parallel,
-            pipeline_parallel=config.decode_pipeline_parallel or config.engine.pipeline_parallel,
-        ),
+        Role.DECODE: config.decode_engine,
     }
     return tuple(
         WorkerConfig(

@@ -64,7 +64,7 @@ def serve(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 256,
     kv_cache_memory: Annotated[
         str | None,
-        typer.Option(help="Bytes of KV per replica, e.g. 512M or 2G."),
+        typer.Option(help="Bytes of KV per rank, e.g. 512M or 2G."),
     ] = None,
     tensor_parallel_size: Annotated[
         int,

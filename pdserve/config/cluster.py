@@ -1,6 +1,6 @@
 """Settings of a whole cluster that one launcher starts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import FaultConfig, HandoffConfig
@@ -41,13 +41,28 @@ class ClusterConfig:
     prefill_faults: FaultConfig = field(default_factory=FaultConfig)
     decode_faults: FaultConfig = field(default_factory=FaultConfig)
 
+    @property
+    def decode_engine(self) -> EngineConfig:
+        """The engine of decode replicas."""
+        engine, tensor, stages = (
+            self.engine,
+            self.decode_tensor_parallel,
+            self.decode_pipeline_parallel,
+        )
+        return replace(
+            engine,
+            tensor_parallel=engine.tensor_parallel if tensor is None else tensor,
+            pipeline_parallel=engine.pipeline_parallel if stages is None else stages,
+        )
+
     def __post_init__(self) -> None:
-        """Checks pool sizes.
+        """Checks pool sizes and numbers of ranks.
 
         Raises:
-            ConfigError: a pool size is out of range.
+            ConfigError: one of them is out of range.
         """
         if self.num_prefill < 0:
             raise ConfigError(f"prefill must be at least 0, got {self.num_prefill}")
         if self.num_decode < 1:
             raise ConfigError(f"decode must be at least 1, got {self.num_decode}")
+        _ = self.decode_engine

@@ -16,7 +16,7 @@ from pdserve.config.engine import ATTENTION_TILE_TOKENS, Dtype
 from pdserve.config.model import ModelConfig
 from pdserve.kernels.reference import make_tile_mask
 from pdserve.layers.attention import ForwardBatch, attend
-from pdserve.layers.linear import Linear, LinearBackend, choose_backend
+from pdserve.layers.linear import Linear, LinearBackend, check_cuts, choose_backend
 from pdserve.layers.norm import RmsNorm
 from pdserve.layers.parallel import Shard, make_whole_shard
 from pdserve.layers.rotary import RotaryEmbedding, rotate
@@ -55,6 +55,8 @@ class LlamaModel:
         self.max_model_len = max_model_len
         self._dtype = TORCH_DTYPES[dtype]
         backend = choose_backend(self._dtype, _product_shapes(config, shard))
+        if shard.group is not None and shard.is_exact:
+            check_cuts(self._dtype, _cuts(config, shard), backend)
         vocab_shape = (config.vocab_size, config.hidden_size)
         if shard.group is not None:
             vocab_shape = (len(shard.share_of(config.vocab_size)), config.hidden_size)
@@ -263,3 +265,11 @@ def _product_shapes(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
         (len(shard.share_of(config.vocab_size)), hidden),
         *joined,
     ]
+
+
+def _cuts(config: ModelConfig, shard: Shard) -> list[tuple[int, int, int]]:
+    """Returns (outputs of the whole model, outputs on this rank, inputs) of every product."""
+    whole = make_whole_shard(shard.whole)
+    here, everywhere = _product_shapes(config, shard), _product_shapes(shard.whole, whole)
+    pairs = zip(everywhere, here, strict=True)
+    return [(num_whole, num_here, inputs) for (num_whole, inputs), (num_here, _) in pairs]

@@ -14,6 +14,7 @@ from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice
 from pdserve.engine.model_runner import ModelRunner
+from pdserve.errors import ConfigError
 from pdserve.layers.parallel import Shard
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.models.registry import load_model
@@ -151,6 +152,26 @@ def test_A15_float32_logits_and_kv_are_bit_equal_on_any_number_of_ranks(
         region = whole_blocks(runner.kv, BLOCKS[:6])
         region = replace(region, num_tokens=92)
         assert torch.equal(runner.kv.pack(region), single.kv.pack(region))
+
+
+def test_A15_a_model_of_smollm2s_sizes_is_bit_equal_on_three_ranks(tmp_path: Path) -> None:
+    sizes = {"hidden": 576, "heads": 9, "kv_heads": 3, "intermediate": 1536, "num_layers": 2}
+    folder = make_tiny_llama(tmp_path / "m", **sizes, vocab=1024, is_tied=True)
+    engine = EngineConfig(model=str(folder), max_model_len=256)
+    single = ModelRunner(
+        load_model(folder, engine), KvTensors(geometry_of(read_model_config(folder), engine), 8)
+    )
+    expected = run_steps(lambda part: compute_logits(single, part))
+    ranks = ThreadRanks(folder, replace(engine, tensor_parallel=3))
+    for one, other in zip(run_steps(ranks.logits), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_A15_more_ranks_than_vectors_of_the_feed_forward_part_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "m", **{**SIZES, "intermediate": 100})
+    engine = EngineConfig(model=str(folder), max_model_len=256, tensor_parallel=4)
+    with pytest.raises(ConfigError, match="tensor_parallel must be at most intermediate_size 100"):
+        ThreadRanks(folder, engine)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
