@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test check lint types imports stubs rooms soak clean
+.PHONY: demo test check lint types imports stubs rooms fields soak clean
 
 $(VENV)/.run: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +25,7 @@ test: $(VENV)/.dev
 check: $(VENV)/.dev lint types imports
 	@$(BIN)/python scripts/generate_stubs.py --check
 	@$(BIN)/python scripts/list_rooms.py --check
+	@PYTHONPATH=. $(BIN)/python scripts/list_fields.py --check
 	@$(PYTEST) -m "not gpu and not soak"
 
 lint: $(VENV)/.dev
@@ -39,6 +40,9 @@ imports: $(VENV)/.dev
 
 stubs: $(VENV)/.dev
 	@$(BIN)/python scripts/generate_stubs.py
+
+fields: $(VENV)/.dev
+	@PYTHONPATH=. $(BIN)/python scripts/list_fields.py
 
 rooms: $(VENV)/.dev
 	@$(BIN)/python scripts/list_rooms.py

@@ -112,7 +112,12 @@ class DecodeEngine:
             limit = f"under {self._max_model_len} tokens"
             raise InvalidField("token_ids", len(request.token_ids), limit)
         self._tombstones.check(request)
-        self._scheduler.submit_local(request)
+        local = message.local_prefill
+        self._scheduler.submit_local(
+            request,
+            local.max_tokens if local.HasField("max_tokens") else None,
+            has_lost_handoff=not message.HasField("local_prefill"),
+        )
         self._streams[request.request_id] = _Stream(request, decode_attempt=0)
 
     def _cancel(self, message: worker_pb2.CancelRequest) -> bool:
@@ -233,7 +238,8 @@ class DecodeEngine:
             links=self._landing.describe_links(),
             counters=rank_pb2.RankCounters(
                 prompt_tokens=counters.prompt_tokens,
-                recomputed_prompt_tokens=counters.prompt_tokens,
+                recomputed_prompt_tokens=counters.recomputed_tokens,
+                local_prefill_tokens=counters.prompt_tokens - counters.recomputed_tokens,
                 generation_tokens=counters.generation_tokens,
                 prefix_cache_queries=counters.prefix_cache_queries,
                 prefix_cache_hits=counters.prefix_cache_hits,
@@ -262,9 +268,13 @@ def _finished(request: Request, progress: DecodeProgress) -> worker_pb2.Finished
 
 def _local_times(progress: DecodeProgress) -> worker_pb2.StageTimes:
     """Encodes the times of a sequence that was prefilled here."""
-    return worker_pb2.StageTimes(
+    times = worker_pb2.StageTimes(
         queue_s=progress.times.queue_s,
         prefill_s=progress.times.prefill_s,
         cached_tokens=progress.num_cached_tokens,
-        recomputed_tokens=progress.num_recomputed_tokens,
     )
+    if progress.has_lost_handoff:
+        times.recomputed_tokens = progress.num_computed_here
+    else:
+        times.local_prefill_tokens = progress.num_computed_here
+    return times

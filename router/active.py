@@ -26,6 +26,8 @@ class ActiveRequest:
     """Keys of the prompt's prefix."""
     deadline_at_s: float | None
     """On the router's clock."""
+    tenant: str = ""
+    """Who may abort it."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the driver has something to do."""
     driver: asyncio.Task[None] | None = None
@@ -38,6 +40,8 @@ class ActiveRequest:
     last_refusal: PdserveError | None = None
     fatal_refusal: PdserveError | None = None
     """A worker's refusal that no other worker would mend."""
+    is_local_refused: bool = False
+    """A decode worker had less of its prompt cached than was hoped."""
     avoided_until_s: dict[WorkerKey, float] = field(default_factory=dict)
     """Workers that refused a moment ago."""
     prefill_worker: str = ""

@@ -69,7 +69,11 @@ class Dispatcher:
         return len(self._active)
 
     def start(
-        self, request: Request, handoff_id: HandoffId, received_s: float | None = None
+        self,
+        request: Request,
+        handoff_id: HandoffId,
+        received_s: float | None = None,
+        tenant: str = "",
     ) -> ActiveRequest:
         """Admits a checked request and begins to place it.
 
@@ -77,6 +81,7 @@ class Dispatcher:
             request: the first attempt's request; its deadline counts from now.
             handoff_id: names its hand-offs.
             received_s: when the client's message came; now, when None.
+            tenant: on whose behalf; nobody else may abort it.
 
         Raises:
             Overloaded: a limit is reached.
@@ -94,6 +99,7 @@ class Dispatcher:
             buffer=ClientBuffer(self._limits.max_client_buffer_bytes),
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
+            tenant=tenant,
         )
         self._active[request.request_id] = active
         self._idle.clear()
@@ -110,10 +116,10 @@ class Dispatcher:
         """Ends a request whose client is gone; nothing happens when it has ended."""
         self.end(active, Cancelled("the client cancelled the request"))
 
-    def abort(self, request_id: RequestId) -> bool:
-        """Ends a request by its id; False when it is unknown."""
+    def abort(self, request_id: RequestId, tenant: str = "") -> bool:
+        """Ends a tenant's request by its id; False when the tenant has none of this id."""
         active = self._active.get(request_id)
-        if active is None:
+        if active is None or active.tenant != tenant:
             return False
         self.end(active, Cancelled("the request was aborted"))
         return True

@@ -21,6 +21,8 @@ class PlaceQuery:
     """Output tokens that may still come."""
     granules: Sequence[int]
     """Keys of its prefix, see `prefix_index`."""
+    may_be_local: bool = True
+    """A decode worker may prefill it, if only little is uncached there."""
     excluded: Collection[WorkerKey] = ()
 
 
@@ -52,11 +54,21 @@ class Placer(Protocol):
 class InProcessPlacer:
     """Places over this process's own pool, book and index."""
 
-    def __init__(self, pool: WorkerPool, index: PrefixIndex, block_size: int) -> None:
-        """Takes the parts it reads; it alone writes the index."""
+    def __init__(
+        self, pool: WorkerPool, index: PrefixIndex, block_size: int, max_local_tokens: int = 0
+    ) -> None:
+        """Takes the parts it reads; it alone writes the index.
+
+        Args:
+            pool: the workers.
+            index: who holds which prefix.
+            block_size: tokens of a KV block.
+            max_local_tokens: uncached tokens that a decode worker may prefill; 0: none.
+        """
         self._pool = pool
         self._index = index
         self._block_size = block_size
+        self._max_local_blocks = max_local_tokens // block_size
 
     async def place(self, query: PlaceQuery) -> Choice:
         """Chooses a pair by prefix affinity and load, as of this instant."""
@@ -106,4 +118,5 @@ class InProcessPlacer:
             prompt_blocks=prompt_blocks,
             growth_blocks=all_blocks - prompt_blocks,
             cached_blocks={key: count * granule_blocks for key, count in matches.items()},
+            max_local_blocks=self._max_local_blocks if query.may_be_local else 0,
         )

@@ -1,6 +1,7 @@
 """Which workers take a request: prefix affinity and least load, counted in KV blocks.
 
     filter   alive, not draining, not excluded, able to hold the request, of one compatibility group
+    path     local, if a decode worker lacks only a few blocks; else prefill there, decode here
     score    prefill: blocks to compute + blocks queued;  decode: blocks to add + blocks active
     pick     the cheapest pair of one group; ties go to the worker picked longest ago
 
@@ -52,6 +53,8 @@ class Demand:
     """Blocks that its output may still need."""
     cached_blocks: Mapping[WorkerId, int]
     """Leading blocks that a worker probably has."""
+    max_local_blocks: int = 0
+    """Most uncached blocks that a decode worker may prefill itself; 0: always hand off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +88,11 @@ def choose_pair(
         raise NoWorker("no decode worker is available")
     if not has_prefill_pool:
         best = _cheapest(decodes, demand)
-        return Choice(
-            prefill=None, decode=best.key, path="local", cached_blocks=_cached(best, demand)
-        )
+        return _locally(best, demand)
+    near = [one for one in decodes if _uncached(one, demand) <= demand.max_local_blocks]
+    if near and demand.max_local_blocks:
+        # A short rest costs decode less, in its own chunks, than two workers and a hand-off.
+        return _locally(_cheapest(near, demand), demand)
     prefills = [worker for worker in usable if worker.role is Role.PREFILL]
     if not prefills:
         raise NoWorker("no prefill worker is available")
@@ -149,8 +154,17 @@ def _cached(worker: WorkerView, demand: Demand) -> int:
     return min(demand.cached_blocks.get(worker.key.worker_id, 0), demand.prompt_blocks)
 
 
+def _uncached(worker: WorkerView, demand: Demand) -> int:
+    return demand.prompt_blocks - _cached(worker, demand)
+
+
 def _cost(worker: WorkerView, demand: Demand) -> int:
-    return worker.load_blocks + demand.prompt_blocks - _cached(worker, demand)
+    return worker.load_blocks + _uncached(worker, demand)
+
+
+def _locally(worker: WorkerView, demand: Demand) -> Choice:
+    cached = _cached(worker, demand)
+    return Choice(prefill=None, decode=worker.key, path="local", cached_blocks=cached)
 
 
 def _cheapest(workers: Sequence[WorkerView], demand: Demand) -> WorkerView:

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdserve.chat_template import ChatTemplate, Message
 from pdserve.errors import InvalidField
@@ -17,6 +18,21 @@ from router.validation import (
     check_request_id,
     check_sampling,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptOptions:
+    """How a prompt becomes tokens."""
+
+    add_special_tokens: bool | None = None
+    """None is the form's own way: the tokenizer's for text; a chat template writes its own."""
+    add_generation_prompt: bool = True
+    """Ends a chat with the opening of an answer."""
+    cache_salt: str = ""
+    """Narrows the tenant's part of the prefix caches."""
+
+
+PLAIN_PROMPT = PromptOptions()
 
 
 class RequestMaker:
@@ -37,7 +53,24 @@ class RequestMaker:
         self._eos_token_ids = eos_token_ids
         self._front_id = front_id
 
-    async def make(self, wire: inference_pb2.GenerateRequest, deadline_s: float | None) -> Request:
+    @property
+    def limits(self) -> ModelLimits:
+        """What holds now."""
+        return self._limits()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The served model's."""
+        return self._tokenizer
+
+    async def make(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        deadline_s: float | None,
+        *,
+        tenant_salt: bytes = b"",
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> Request:
         """Checks, renders, tokenizes and completes a request.
 
         Raises:
@@ -49,7 +82,7 @@ class RequestMaker:
         check_request_id(wire.request_id)
         check_model(wire.model, limits)
         check_prompt_form(wire, limits)
-        token_ids = await self._tokenize(wire, limits.max_prompt_characters)
+        token_ids = await self._tokenize(wire, limits, options)
         field = {"chat": "chat.messages"}.get(wire.WhichOneof("prompt") or "")
         check_prompt_tokens(field or wire.WhichOneof("prompt") or "", token_ids, limits)
         sampling = check_sampling(
@@ -61,25 +94,49 @@ class RequestMaker:
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
             eos_token_ids=self._eos_token_ids,
+            tenant_salt=tenant_salt,
             front_id=self._front_id,
             deadline_s=deadline_s,
         )
 
+    async def tokenize(
+        self, wire: inference_pb2.GenerateRequest, options: PromptOptions
+    ) -> tuple[int, ...]:
+        """Checks and tokenizes a prompt alone.
+
+        Raises:
+            InvalidField: as `make`.
+            ModelNotFound: as `make`.
+        """
+        limits = self._limits()
+        check_model(wire.model, limits)
+        check_prompt_form(wire, limits)
+        return await self._tokenize(wire, limits, options)
+
     async def _tokenize(
-        self, wire: inference_pb2.GenerateRequest, max_characters: int
+        self, wire: inference_pb2.GenerateRequest, limits: ModelLimits, options: PromptOptions
     ) -> tuple[int, ...]:
         form = wire.WhichOneof("prompt")
         if form == "token_ids":
             return tuple(wire.token_ids.ids)
         if form == "text":
-            return await self._tokenizer.encode(wire.text)
+            return await self._tokenizer.encode(
+                wire.text, add_special_tokens=options.add_special_tokens is not False
+            )
         if self._template is None:
             raise InvalidField("chat", "a chat", "absent: this model has no chat template")
         messages = [Message(role=one.role, content=one.content) for one in wire.chat.messages]
-        limit = max_characters + 64 * len(messages)
-        text = await asyncio.to_thread(self._template.render, messages, limit)
+        limit = limits.max_prompt_characters + 64 * len(messages)
+        text = await asyncio.to_thread(
+            self._template.render,
+            messages,
+            limit,
+            add_generation_prompt=options.add_generation_prompt,
+        )
         # The template writes special tokens such as BOS itself.
-        return await self._tokenizer.encode(text, add_special_tokens=False)
+        return await self._tokenizer.encode(
+            text, add_special_tokens=options.add_special_tokens is True
+        )
 
 
 def mint_handoff_id() -> HandoffId:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
+    LocalPrefillRefused,
     NoWorker,
     Overloaded,
     PdserveError,
@@ -58,6 +59,8 @@ class Limits:
     max_client_buffer_bytes: int
     call_timeout_s: float
     no_worker_wait_s: float
+    max_local_tokens: int = 0
+    """Uncached tokens that a decode worker may prefill while there is a prefill pool."""
     linger_s: float = 0.25
     """A completion waits this long for the prefill worker's times."""
 
@@ -125,6 +128,8 @@ class Recovery:
         wire = worker_pb2.SubmitRequest(request=request_to_wire(request))
         if choice.prefill is not None:
             wire.decode.CopyFrom(self._target(choice.decode, state.decode_attempt))
+        else:
+            wire.local_prefill.CopyFrom(self._local_prefill())
         receiver = choice.prefill or choice.decode
         wire.incarnation = receiver.incarnation
         self._spawn(self._submit(active, receiver, wire))
@@ -207,6 +212,8 @@ class Recovery:
             num_tokens=num_tokens,
             num_growth_tokens=state.request.sampling.max_tokens - state.next_index,
             granules=active.granules,
+            # What was running already goes through the prefill pool's priority lane.
+            may_be_local=state.attempt == 0 and not active.is_local_refused,
             excluded=active.excluded(now_s),
         )
 
@@ -225,6 +232,11 @@ class Recovery:
     def _take_refusal(
         self, active: ActiveRequest, receiver: WorkerKey, error: PdserveError
     ) -> None:
+        if isinstance(error, LocalPrefillRefused) and self._pool.has_prefill_pool:
+            active.is_local_refused = True
+            self._metrics.note_refusal(error)
+            self._give_up(active, Cause.REFUSED)
+            return
         if not isinstance(error, _RETRYABLE):
             active.fatal_refusal = error
             active.moved.set()
@@ -286,6 +298,12 @@ class Recovery:
     def _avoid(self, active: ActiveRequest, worker: WorkerKey, hint_s: float | None) -> None:
         wait_s = _AVOID_S if hint_s is None else max(hint_s, _MIN_AVOID_S)
         active.avoided_until_s[worker] = self._clock.now() + wait_s
+
+    def _local_prefill(self) -> worker_pb2.LocalPrefill:
+        """Bounds what a wrong hint can cost; without a prefill pool there is no other way."""
+        if not self._pool.has_prefill_pool:
+            return worker_pb2.LocalPrefill()
+        return worker_pb2.LocalPrefill(max_tokens=self._limits.max_local_tokens)
 
     def _target(self, decode: WorkerKey, decode_attempt: int) -> worker_pb2.DecodeTarget:
         return worker_pb2.DecodeTarget(

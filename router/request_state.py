@@ -26,6 +26,8 @@ from router.policy import WorkerKey
 
 MAX_EARLY_TOKENS = 4096
 """Tokens kept for an index that has not come yet; a gap this wide is a lost message."""
+LOST_DECODE_HOLD_S = 20.0
+"""How long to look for another place for a request whose prefill worker has not asked yet."""
 
 
 class Phase(StrEnum):
@@ -287,7 +289,7 @@ class RequestState:
             self._take_handed_off(update.handed_off)
 
     def _take_needs_placement(self, wanted: worker_pb2.NeedsPlacement) -> None:
-        if wanted.decode_attempt != self.decode_attempt or self.phase is Phase.UNPLACED:
+        if wanted.decode_attempt != self.decode_attempt:
             return
         if self.phase is Phase.DECODING:
             # Acknowledged, but the answer was lost: two copies of the sequence could run on.
@@ -311,8 +313,16 @@ class RequestState:
             return False
         assert self.placement is not None
         if worker == self.placement.decode and self.phase is not Phase.DECODING:
-            # Prefill still has the KV and will ask for another place (or has asked already).
+            # Prefill still has the KV. It is given another place before it asks for one: a call to
+            # a frozen worker, and a frame that it does not take, end by their time-outs only.
             self._is_decode_lost = True
+            if self.phase is Phase.PREFILLING and self.placement.prefill is not None:
+                self.phase = Phase.UNPLACED
+                self.needs_placement = worker_pb2.NeedsPlacement(
+                    detail="the decode worker is lost",
+                    decode_attempt=self.decode_attempt,
+                    hold_s=LOST_DECODE_HOLD_S,
+                )
             return False
         if worker == self.placement.prefill and self.phase is Phase.DECODING and not self._early:
             self._is_prefill_done = True

@@ -17,6 +17,7 @@ from typing import Self
 
 import uvloop
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from pdserve.chat_template import ChatTemplate
 from pdserve.config.router import RouterConfig
@@ -33,9 +34,13 @@ from pdserve.timeline import Clock, MonotonicClock
 from pdserve.tokenizer import Tokenizer
 from pdserve.version import VERSION
 from router.admission import Admission
+from router.auth import KeyGate, read_keyring
 from router.dispatch import Dispatcher
+from router.intake import Intake
 from router.load_book import LoadBook
 from router.metrics import RouterMetrics
+from router.openai.app import HttpFront, HttpParts
+from router.openai.http_server import HttpServer
 from router.placer import InProcessPlacer
 from router.prefix_index import PrefixIndex
 from router.prompt import RequestMaker
@@ -128,7 +133,9 @@ class RouterFront:
         )
         self.dispatcher = Dispatcher(
             self.pool,
-            InProcessPlacer(self.pool, PrefixIndex(), config.block_size),
+            InProcessPlacer(
+                self.pool, PrefixIndex(), config.block_size, config.local_prefill_tokens
+            ),
             Admission(config.max_queued, config.max_in_flight),
             clock,
             Limits(
@@ -136,38 +143,54 @@ class RouterFront:
                 max_client_buffer_bytes=config.max_client_buffer_bytes,
                 call_timeout_s=config.call_timeout_s,
                 no_worker_wait_s=config.no_worker_wait_s,
+                max_local_tokens=config.local_prefill_tokens,
             ),
             model.tokenizer.table,
             self._metrics,
         )
-        self.service = InferenceService(
+        self.intake = Intake(
             model.request_maker(self.pool, self.front_id),
             self.dispatcher,
+            self._metrics,
+            clock,
+            config.default_timeout_s,
+        )
+        self._keyring = read_keyring(config, secrets.token_bytes(32))
+        self.service = InferenceService(
+            self.intake,
             self.pool,
             ServerIdentity(
                 front_id=self.front_id,
                 version=VERSION,
                 started_at_s=clock.now(),
-                default_timeout_s=config.default_timeout_s,
                 model_info=model.info,
             ),
-            self._metrics,
+            self._keyring,
             clock,
         )
         self._server: RpcServer | None = None
+        self._http: HttpServer | None = None
+        self.http_port: int | None = None
+        """Where HTTP listens, once started; None when it is off."""
         self._tasks: list[asyncio.Task[None]] = []
         self._is_serving = False
 
     async def start(self) -> int:
-        """Listens and begins to find workers; returns the port.
+        """Listens and begins to find workers; returns the gRPC port.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
-        server = make_server(SERVICE_NAME, max_message_bytes=self._config.max_request_bytes)
+        gates = () if self._keyring.is_open else (KeyGate(self._keyring),)
+        server = make_server(
+            SERVICE_NAME, max_message_bytes=self._config.max_request_bytes, interceptors=gates
+        )
         port = server.bind(self._config.host, self._config.port)
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server.grpc_server)
         self._server = server
+        if not self._config.no_http:
+            self._http = HttpServer(self._make_http_app())
+            self.http_port = await self._http.start(self._config.host, self._config.http_port)
         await server.start()
         self._tasks = [
             asyncio.create_task(self.pool.run(self._config.registry_poll_s), name="pool"),
@@ -175,10 +198,20 @@ class RouterFront:
         ]
         return port
 
+    def _make_http_app(self) -> ASGIApp:
+        parts = HttpParts(
+            intake=self.intake,
+            keyring=self._keyring,
+            registry=self.metrics_registry,
+            can_serve=lambda: self._is_serving,
+            max_body_bytes=self._config.max_request_bytes,
+        )
+        return HttpFront(parts).make_app()
+
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work at once and waits for the streams that run."""
         assert self._server is not None
-        self.service.is_draining = True
+        self.intake.is_draining = True
         self._is_serving = False
         await self._server.set_serving(False)
         logger.info("draining", extra={"num_in_flight": self.dispatcher.num_in_flight})
@@ -188,11 +221,13 @@ class RouterFront:
 
     async def stop(self) -> None:
         """Ends what is left, with a status, and closes everything."""
-        self.service.is_draining = True
+        self.intake.is_draining = True
         self.dispatcher.end_all(NoWorker("this router stopped"))
         await self.dispatcher.settle(_SETTLE_S)
-        if self._server is not None:
-            await self._server.stop(_SETTLE_S)
+        stops = [] if self._server is None else [self._server.stop(_SETTLE_S)]
+        if self._http is not None:
+            stops.append(self._http.stop(_SETTLE_S))
+        await asyncio.gather(*stops)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -203,7 +238,7 @@ class RouterFront:
         """Keeps health and gauges true: SERVING means that a request could be placed now."""
         assert self._server is not None
         while True:
-            can_serve = self.pool.can_serve and not self.service.is_draining
+            can_serve = self.pool.can_serve and not self.intake.is_draining
             if can_serve != self._is_serving:
                 self._is_serving = can_serve
                 await self._server.set_serving(can_serve)
@@ -237,9 +272,11 @@ async def serve(config: RouterConfig) -> None:
         port = await front.start()
         stack.push_async_callback(front.stop)
         address = join_address(config.host, port)
-        sys.stdout.write(
-            f"router ready: grpc {address}, metrics http://{metrics.address}/metrics\n"
-        )
+        where = [f"grpc {address}"]
+        if front.http_port is not None:
+            where.append(f"http http://{join_address(config.host, front.http_port)}")
+        where.append(f"metrics http://{metrics.address}/metrics")
+        sys.stdout.write(f"router ready: {', '.join(where)}\n")
         sys.stdout.flush()
         await stop_signal.wait()
         drained = asyncio.create_task(front.drain(config.drain_timeout_s))

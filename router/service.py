@@ -3,19 +3,20 @@
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
-from pdserve.errors import Cancelled, InternalError, InvalidField, NoWorker, PdserveError
+from pdserve.errors import Cancelled, InvalidField, PdserveError, RequestNotFound
 from pdserve.request import RequestId, Role
 from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.timeline import Clock
 from router.active import ActiveRequest
-from router.dispatch import Dispatcher
-from router.metrics import RouterMetrics
+from router.auth import authorization_of
+from router.intake import Intake, token_chunk
 from router.output import Delta
-from router.prompt import RequestMaker, mint_handoff_id
+from router.tenants import Keyring, Tenant
 from router.worker_link import WorkerLink
 from router.worker_pool import WorkerPool
 
@@ -26,6 +27,7 @@ STATUS_TIMEOUT_S = 1.0
 ABORT_TIMEOUT_S = 5.0
 """A status is handed to a client that reads nothing for this long, then the call is dropped."""
 
+AnyContext = grpc.aio.ServicerContext[Any, Any]
 GenerateContext = grpc.aio.ServicerContext[
     inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
 ]
@@ -38,7 +40,6 @@ class ServerIdentity:
     front_id: str
     version: str
     started_at_s: float
-    default_timeout_s: float | None
     model_info: inference_pb2.GetModelInfoResponse
 
 
@@ -47,21 +48,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def __init__(
         self,
-        maker: RequestMaker,
-        dispatcher: Dispatcher,
+        intake: Intake,
         pool: WorkerPool,
         identity: ServerIdentity,
-        metrics: RouterMetrics,
+        keyring: Keyring,
         clock: Clock,
     ) -> None:
         """Takes the parts of one front."""
-        self._maker = maker
-        self._dispatcher = dispatcher
+        self._intake = intake
+        self._dispatcher = intake.dispatcher
         self._pool = pool
         self._identity = identity
-        self._metrics = metrics
+        self._keyring = keyring
         self._clock = clock
-        self.is_draining = False
 
     # Written with context.write and not as a generator: a write that is stuck at a client that
     # does not read can be interrupted only here, and the status must still be set after it.
@@ -70,13 +69,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Streams one request."""
         try:
-            active = await self._start(request, context)
+            tenant = self._tenant_of(context)
+            active = await self._intake.start(request, tenant, timeout_s=context.time_remaining())
         except PdserveError as error:
-            await self._refuse(context, error)
-            return
-        except Exception:
-            logger.exception("a request could not be started")
-            await self._refuse(context, InternalError("the router failed on this request"))
+            await abort_with(context, error)
             return
         try:
             await self._stream(active, context)
@@ -86,24 +82,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if ending is not None and ending.error is not None:
             await _abort_in_time(context, ending.error)
 
-    async def _refuse(self, context: GenerateContext, error: PdserveError) -> None:
-        self._metrics.note_shed(error)
-        await abort_with(context, error)
-
-    async def _start(
-        self, request: inference_pb2.GenerateRequest, context: GenerateContext
-    ) -> ActiveRequest:
-        if self.is_draining:
-            raise NoWorker("this router is draining")
-        remaining_s = context.time_remaining()
-        limits_s = [
-            limit for limit in (remaining_s, self._identity.default_timeout_s) if limit is not None
-        ]
-        received_s = self._clock.now()
-        made = await self._maker.make(request, min(limits_s, default=None))
-        if self.is_draining:
-            raise NoWorker("this router is draining")
-        return self._dispatcher.start(made, mint_handoff_id(), received_s=received_s)
+    def _tenant_of(self, context: AnyContext) -> Tenant:
+        return self._keyring.authenticate(authorization_of(context.invocation_metadata()))
 
     async def _stream(self, active: ActiveRequest, context: GenerateContext) -> None:
         """Writes until the end, or until the dispatcher cuts a client that does not read."""
@@ -138,10 +118,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.AbortRequest,
         context: grpc.aio.ServicerContext[inference_pb2.AbortRequest, inference_pb2.AbortResponse],
     ) -> inference_pb2.AbortResponse:
-        """Ends a request by its id; an unknown or ended one is no error."""
+        """Ends a request by its id; an unknown or ended one is no error while no keys are set.
+
+        With keys, an unknown id and another tenant's are the same: NOT_FOUND.
+        """
         if not request.request_id:
             await abort_with(context, InvalidField("request_id", "", "the id of a request"))
-        self._dispatcher.abort(RequestId(request.request_id))
+        try:
+            tenant = self._tenant_of(context)
+        except PdserveError as error:
+            await abort_with(context, error)
+            raise
+        was_found = self._dispatcher.abort(RequestId(request.request_id), tenant.name)
+        if not was_found and not self._keyring.is_open:
+            await abort_with(context, RequestNotFound("no request of this id is in flight"))
         return inference_pb2.AbortResponse()
 
     async def GetModelInfo(
@@ -222,11 +212,7 @@ async def _abort_in_time(context: GenerateContext, error: PdserveError) -> None:
 
 def _chunk(request_id: str, sequence: int, delta: Delta) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
-        request_id=request_id,
-        sequence=sequence,
-        chunk=inference_pb2.TokenChunk(
-            index=0, token_ids=delta.token_ids, text=delta.text, logprobs=delta.logprobs
-        ),
+        request_id=request_id, sequence=sequence, chunk=token_chunk(delta)
     )
 
 

@@ -80,6 +80,7 @@ class RequestTimes:
             kv_blocks_shipped=sum(times.kv_blocks_shipped for times in all_times),
             kv_bytes_shipped=sum(times.kv_bytes_shipped for times in all_times),
             recomputed_tokens=sum(times.recomputed_tokens for times in all_times),
+            local_prefill_tokens=sum(times.local_prefill_tokens for times in all_times),
         )
 
     def timeline(
@@ -110,4 +111,5 @@ class RequestTimes:
             kv_bytes_shipped=stages.kv_bytes_shipped,
             recomputed_tokens=stages.recomputed_tokens,
             preemptions=preemptions,
+            local_prefill_tokens=stages.local_prefill_tokens,
         )

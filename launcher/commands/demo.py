@@ -45,6 +45,7 @@ def demo(
         num_prefill=2,
         num_decode=2,
         port=0,
+        no_http=True,
         drain_timeout_s=10.0,
     )
     console.print("pdserve demo: a router, 2 prefill and 2 decode workers on this machine, float32")

@@ -13,6 +13,9 @@ from pdserve.rpc.v1 import inference_pb2, types_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router.")]
+ApiKey = Annotated[
+    str | None, typer.Option(metavar="KEY", help="If the router asks for one.", show_envvar=True)
+]
 
 
 def generate(
@@ -24,6 +27,7 @@ def generate(
         str | None, typer.Option(metavar="1,2,3", help="Token ids to continue.")
     ] = None,
     address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Name of the served model.")] = None,
     request_id: Annotated[str | None, typer.Option(help="Made by the server if absent.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Output tokens.")] = None,
@@ -65,7 +69,9 @@ def generate(
     set_prompt(request, prompt, messages, prompt_ids)
     with open_sync_channel(address) as channel:
         on_text = _ignore if as_json else _write_text
-        generation = generate_stream(channel, request, timeout_s=timeout_s, on_text=on_text)
+        generation = generate_stream(
+            channel, request, timeout_s=timeout_s, api_key=api_key, on_text=on_text
+        )
     if as_json:
         typer.echo(json.dumps(to_dict(generation), ensure_ascii=False))
     else:

@@ -34,6 +34,11 @@ def serve(
         int,
         typer.Option(min=0, max=65535, help="The router's gRPC port; 0: a free one."),
     ] = 50051,
+    http_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="The router's OpenAI-compatible port; 0: a free one."),
+    ] = 8000,
+    no_http: Annotated[bool, typer.Option("--no-http", help="Listen for gRPC alone.")] = False,
     metrics_port: Annotated[
         int,
         typer.Option(
@@ -93,9 +98,26 @@ def serve(
             help="Prompt tokens a decode replica may compute for a request.",
         ),
     ] = None,
+    local_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Let a decode replica prefill what is at most this much uncached there.",
+        ),
+    ] = 0,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="The name clients use."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[TENANT=]KEY",
+            show_envvar=True,
+            help="Ask all clients for a key; may be repeated. A file hides it from ps.",
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        str | None, typer.Option(help="File with lines of TENANT KEY.")
     ] = None,
     ready_timeout_s: Annotated[float, typer.Option(help="Limit of the start.")] = 120.0,
     drain_timeout_s: Annotated[
@@ -136,12 +158,17 @@ def serve(
         num_decode=decode,
         host=host,
         port=port,
+        http_port=http_port,
+        no_http=no_http,
         metrics_port=metrics_port,
         redis_url=redis,
         served_model_name=served_model_name,
         decode_tensor_parallel=decode_tensor_parallel_size,
         decode_pipeline_parallel=decode_pipeline_parallel_size,
         max_local_prefill_tokens=max_local_prefill_tokens,
+        api_keys=tuple(api_key or ()),
+        api_keys_file=api_keys_file,
+        local_prefill_tokens=local_prefill_tokens,
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,
         handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),
@@ -168,7 +195,10 @@ def run_until_signal(cluster: LocalCluster) -> int:
         if cluster.wait_ready():
             for line in describe(cluster):
                 write_line(line)
-            write_line(f"ready after {time.monotonic() - started_s:.1f} s: grpc {cluster.address}")
+            listening = f"grpc {cluster.address}"
+            if cluster.http_address is not None:
+                listening += f", http http://{cluster.http_address}"
+            write_line(f"ready after {time.monotonic() - started_s:.1f} s: {listening}")
         cluster.wait()
     finally:
         cluster.stop(now=True)

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from launcher.client import client_error, open_sync_channel
-from launcher.commands.generate import DEFAULT_ADDRESS, Address
+from launcher.client import bearer, client_error, open_sync_channel
+from launcher.commands.generate import DEFAULT_ADDRESS, Address, ApiKey
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 _TIMEOUT_S = 10.0
@@ -18,15 +18,17 @@ _TIMEOUT_S = 10.0
 
 def status(
     address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Show the cluster behind a router."""
     with open_sync_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         try:
-            info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
-            model = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=_TIMEOUT_S)
-            loads = stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=_TIMEOUT_S)
+            key, limit_s = bearer(api_key), _TIMEOUT_S
+            info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), limit_s, key)
+            model = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), limit_s, key)
+            loads = stub.GetLoads(inference_pb2.GetLoadsRequest(), limit_s, key)
         except grpc.RpcError as error:
             raise client_error(error) from error
     if as_json:

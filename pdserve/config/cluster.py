@@ -17,6 +17,10 @@ class ClusterConfig:
     num_decode: int = 1
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int = 8000
+    """Of the OpenAI-compatible front; 0 takes a free one."""
+    no_http: bool = False
+    """True listens for gRPC alone."""
     metrics_port: int = 0
     redis_url: str | None = None
     """None starts a private redis-server on loopback."""
@@ -26,6 +30,10 @@ class ClusterConfig:
     decode_pipeline_parallel: int | None = None
     """Likewise."""
     max_local_prefill_tokens: int | None = None
+    local_prefill_tokens: int = 0
+    """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
+    max_client_buffer_bytes: int = 256 * 1024
+    """As of RouterConfig: buffered for a client that does not read."""
     ready_timeout_s: float = 120.0
     drain_timeout_s: float = 60.0
     heartbeat_s: float = 0.5
@@ -40,6 +48,10 @@ class ClusterConfig:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     prefill_faults: FaultConfig = field(default_factory=FaultConfig)
     decode_faults: FaultConfig = field(default_factory=FaultConfig)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """`KEY` or `TENANT=KEY`; with any key set, calls without one are refused."""
+    api_keys_file: str | None = None
+    """Lines of `TENANT KEY`."""
 
     @property
     def decode_engine(self) -> EngineConfig:

@@ -17,7 +17,7 @@ class EngineConfig:
     """How an engine computes and how much it may hold."""
 
     model: str
-    """An alias, a GGUF file or a model folder."""
+    """An alias, a GGUF file, a model folder or a hub id."""
     load_format: LoadFormat = "auto"
     """`dummy` makes random weights from config.json alone."""
     dtype: Dtype = "float32"

@@ -2,7 +2,9 @@
 
 Every field of a configuration is one flag: `max_num_seqs` is `--max-num-seqs`, or
 PDSERVE_MAX_NUM_SEQS in the environment; the flag wins. Fields of `handoff` and `faults` carry that
-word in front (`--handoff-lease-s`, `--fault-step-delay-s`), those of `engine` do not.
+word in front (`--handoff-lease-s`, `--fault-step-delay-s`), those of `engine` do not. A bool's
+flag may stand without a value; a tuple's flag may be repeated, and its variable holds several
+values between spaces.
 """
 
 import argparse
@@ -27,6 +29,7 @@ _RENAMED = {
     "kv_cache_memory_bytes": "kv-cache-memory",
     "tensor_parallel": "tensor-parallel-size",
     "pipeline_parallel": "pipeline-parallel-size",
+    "api_keys": "api-key",
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _SIZE_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -55,6 +58,11 @@ class Setting:
     def variable(self) -> str:
         """The environment variable."""
         return ENVIRONMENT_PREFIX + self.flag[2:].replace("-", "_").upper()
+
+    @property
+    def is_list(self) -> bool:
+        """The flag may be given several times."""
+        return get_origin(self.kind) is tuple
 
     def parse(self, text: str, source: str) -> object:
         """Turns text into a value of the field's type.
@@ -101,15 +109,23 @@ def from_argv(
     for setting in settings:
         shown = "required" if setting.is_required else f"default {setting.default}"
         parser.add_argument(
-            setting.flag, dest=setting.flag, metavar="VALUE", help=f"{shown} [{setting.variable}]"
+            setting.flag,
+            dest=setting.flag,
+            metavar="VALUE",
+            action="append" if setting.is_list else "store",
+            nargs="?" if setting.kind is bool else None,
+            const="true" if setting.kind is bool else None,
+            help=f"{shown} [{setting.variable}]",
         )
-    flags: dict[str, str | None] = vars(parser.parse_args(argv))
+    flags: dict[str, str | list[str] | None] = vars(parser.parse_args(argv))
     values: dict[tuple[str, ...], object] = {(name,): value for name, value in fixed.items()}
     for setting in settings:
         text, source = flags[setting.flag], setting.flag
         if text is None:
             text, source = environment.get(setting.variable), setting.variable
-        if text is not None:
+        if isinstance(text, list):
+            values[setting.path] = tuple(text)
+        elif text is not None:
             values[setting.path] = setting.parse(text, source)
         elif setting.is_required:
             raise ConfigError(f"{setting.flag} is required")
@@ -125,7 +141,9 @@ def to_argv(config: object, *, without: Sequence[str] = ()) -> list[str]:
         value: object = config
         for name in setting.path:
             value = _field_value(value, name)
-        if value is not None:
+        if isinstance(value, tuple):
+            argv += [part for one in value for part in (setting.flag, str(one))]
+        elif value is not None:
             argv += [setting.flag, str(value)]
     return argv
 
@@ -194,6 +212,8 @@ def parse_value(kind: object, text: str, *, is_size: bool = False) -> object:
         return parse_size(text) if is_size else _parse_int(text)
     if kind is float:
         return _parse_float(text)
+    if get_origin(kind) is tuple:
+        return tuple(text.split())
     assert kind is str, f"no parser for {kind}"
     return text
 
@@ -238,7 +258,7 @@ def _field_value(config: object, name: str) -> object:
 
 def _without_none(hint: object) -> object:
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    if get_origin(hint) is Literal or not kinds:
+    if get_origin(hint) in (Literal, tuple) or not kinds:
         return hint
     assert len(kinds) == 1, f"a setting has one type, got {hint}"
     return cast(object, kinds[0])

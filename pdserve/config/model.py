@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import asdict, dataclass, replace
 
+from pdserve.config.rope import RopeScaling
 from pdserve.config.shape import ITEM_BYTES, KvShape, RankPart, split_model
 
 AGREED_FIELDS = (
@@ -21,7 +22,7 @@ class ModelConfig:
     """Shape and constants of a decoder-only transformer of the Llama family."""
 
     architecture: str
-    """`llama` or `qwen2`."""
+    """`llama`, `mistral`, `qwen2`, `qwen3` or `smollm3`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -32,13 +33,29 @@ class ModelConfig:
     rope_theta: float
     rms_norm_eps: float
     max_position: int
-    """Longest context in tokens."""
+    """Longest context in tokens, scaling included."""
     has_tied_embeddings: bool
     has_qkv_bias: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
+    has_output_bias: bool = False
+    """Of attention's output product."""
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    """Whether each head of queries and keys is normed before it is rotated."""
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    """Tokens that a windowed layer sees, the current one included."""
+    windowed_layers: frozenset[int] = frozenset()
+    """Layers that see no further back than `sliding_window`."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers without rotary embeddings (NoPE)."""
     revision: str = ""
     """Digest of the weights' source; KV of different revisions never mixes."""
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns how many tokens a layer sees; None for all."""
+        return self.sliding_window if layer in self.windowed_layers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Settings of a router front."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,10 +13,16 @@ class RouterConfig:
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int = 8000
+    """Of the OpenAI-compatible front; 0 takes a free one."""
+    no_http: bool = False
+    """True listens for gRPC alone."""
     metrics_port: int = 0
     cluster: str = "default"
     block_size: int = 16
     max_model_len: int | None = None
+    local_prefill_tokens: int = 0
+    """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
     max_queued: int = 1024
     """Requests waiting for a place; one more is refused with RESOURCE_EXHAUSTED."""
     max_in_flight: int = 4096
@@ -32,3 +38,9 @@ class RouterConfig:
     """How long a request waits for a pool that has no worker."""
     default_timeout_s: float | None = None
     drain_timeout_s: float = 60.0
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """`KEY` or `TENANT=KEY`; with any key set, calls without one are refused."""
+    api_keys_file: str | None = None
+    """Lines of `TENANT KEY`."""
+    cluster_secret: str | None = field(default=None, repr=False)
+    """Salts the caches of tenants; routers with another one share no cache. None draws one."""

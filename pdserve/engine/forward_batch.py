@@ -83,6 +83,7 @@ def _sequence_rows(part: SequenceSlice, first_row: int, block_size: int) -> Sequ
     else:
         first_slot, block_index = None, torch.tensor(used, dtype=torch.int64)
     return SequenceRows(
+        num_prompt_tokens=part.request.num_prompt_tokens,
         tiles=tuple(tiles),
         outputs=outputs,
         num_kv=num_kv,

@@ -62,6 +62,10 @@ class SequenceState:
     """When its computing began."""
     sampled_s: float | None = None
     """When its first token here was sampled."""
+    max_computed_here: int | None = None
+    """Decode only: most tokens of the request to compute here; None: any number."""
+    has_lost_handoff: bool = False
+    """Decode only: it came to be computed here, and nobody chose that."""
     is_announced: bool = False
     """Prefill only: its reservation was asked for."""
 
@@ -115,6 +119,8 @@ class SchedulerCounters:
     """Totals since start."""
 
     prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    """Those of them that should have been handed off."""
     """Tokens of requests that were computed here."""
     generation_tokens: int = 0
     prefix_cache_queries: int = 0

@@ -55,12 +55,14 @@ class WorkerCollector(Collector):
         counters = self._heartbeat.counters
         hits, queries = counters.prefix_cache_hits, counters.prefix_cache_queries
         recomputed = counters.recomputed_prompt_tokens
+        local = counters.local_prefill_tokens
         yield "vllm:prompt_tokens", "Prompt tokens computed.", counters.prompt_tokens
         yield "vllm:generation_tokens", "Tokens generated.", counters.generation_tokens
         yield "vllm:num_preemptions", "Sequences preempted.", counters.preemptions
         yield "vllm:prefix_cache_queries", "Prompt tokens looked up.", queries
         yield "vllm:prefix_cache_hits", "Prompt tokens found cached.", hits
-        yield "pdserve_recomputed_prompt_tokens", "Prompt tokens computed on decode.", recomputed
+        yield "pdserve_recomputed_prompt_tokens", "Computed on decode, not handed off.", recomputed
+        yield "pdserve_local_prefill_tokens", "Computed on decode by the router's choice.", local
         yield "pdserve_handoffs_completed", "Hand-offs landed.", counters.handoffs_completed
         yield "pdserve_handoffs_failed", "Hand-offs aborted.", counters.handoffs_failed
         yield "pdserve_handoffs_refused", "Reservations refused.", counters.handoffs_refused

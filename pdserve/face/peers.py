@@ -1,5 +1,6 @@
 """Calls to the Handoff service of other workers, made for the rank."""
 
+import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -13,12 +14,25 @@ from pdserve.rpc.v1 import handoff_pb2_grpc, rank_pb2
 
 Answer = TypeVar("Answer")
 
+MAX_CHANNELS = 64
+"""A worker that restarts comes back at another address: channels to its past lives must go."""
+CLOSE_GRACE_S = 60.0
+"""Longer than any call's deadline: a channel that is let go finishes its calls."""
+
 
 class PeerCalls:
-    """Keeps one gRPC channel per peer address."""
+    """Keeps one gRPC channel per peer address; the least recently used makes room."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_channels: int = MAX_CHANNELS) -> None:
+        self._max_channels = max_channels
         self._channels: dict[str, grpc.aio.Channel] = {}
+        """Least recently used first."""
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Peers with an open channel, the least recently used first."""
+        return tuple(self._channels)
 
     async def call(self, request: rank_pb2.PeerCall) -> rank_pb2.PeerReply:
         """Makes the call with its deadline; a failure is part of the reply, never raised."""
@@ -47,15 +61,23 @@ class PeerCalls:
                 raise AssertionError(f"unknown peer call: {other}")
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return self._channels[address]
+        channel = self._channels.pop(address, None) or open_channel(address)
+        self._channels[address] = channel
+        if len(self._channels) > self._max_channels:
+            oldest = self._channels.pop(next(iter(self._channels)))
+            task = asyncio.get_running_loop().create_task(oldest.close(CLOSE_GRACE_S))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        return channel
 
     async def close(self) -> None:
         """Closes every channel."""
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+        for task in list(self._closing):
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 async def _typed(call: Awaitable[Answer]) -> Answer:

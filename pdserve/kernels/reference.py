@@ -16,17 +16,25 @@ from torch.nn import functional
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 
 
-def make_tile_mask(max_kv_tokens: int, dtype: torch.dtype) -> Tensor:
-    """Returns the additive mask of a tile, [tile, max_kv_tokens]; its last columns are the tile.
+def make_tile_mask(max_kv_tokens: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """Returns the additive mask of a tile, [tile, kv_tokens]; its last columns are the tile.
 
     The mask for a shorter KV is `mask[:, -kv_tokens:]`.
+
+    Args:
+        max_kv_tokens: columns of a mask without window, at least one tile.
+        dtype: of queries and keys.
+        window: tokens that a query sees, itself included. The mask then has no more columns than
+            any query of a tile sees.
     """
     tile = ATTENTION_TILE_TOKENS
     assert max_kv_tokens >= tile
-    mask = torch.zeros(tile, max_kv_tokens)
-    future = torch.full((tile, tile), float("-inf")).triu(1)
-    mask[:, -tile:] = future
-    return mask.to(dtype)
+    num_columns = max_kv_tokens if window is None else min(max_kv_tokens, window - 1 + tile)
+    ages = torch.arange(tile)[:, None] - torch.arange(num_columns)[None] + num_columns - tile
+    is_hidden = ages < 0
+    if window is not None:
+        is_hidden |= ages >= window
+    return torch.zeros(tile, num_columns).masked_fill_(is_hidden, float("-inf")).to(dtype)
 
 
 def gather_blocks(slots_SJD: Tensor, block_index: Tensor, block_size: int) -> Tensor:

@@ -1,9 +1,13 @@
-"""The Llama family: Llama, Mistral, SmolLM2, and Qwen2 (which adds biases to q, k and v).
+"""The Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3.
+
+They differ in biases, in norms of query and key heads, in layers with a sliding window and in
+layers without rotary embeddings; all of it is in their configuration.
 
 Letters: M rows (tokens) of the batch, E hidden size, H query heads, J KV heads, D head dim, V
 vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,12 +18,11 @@ from torch.nn import functional
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS, Dtype
 from pdserve.config.model import ModelConfig
-from pdserve.kernels.reference import make_tile_mask
-from pdserve.layers.attention import ForwardBatch, attend
+from pdserve.layers.attention import ForwardBatch, attend, make_reach
 from pdserve.layers.linear import Linear, LinearBackend, check_cuts, choose_backend
 from pdserve.layers.norm import RmsNorm
 from pdserve.layers.parallel import Shard, make_whole_shard
-from pdserve.layers.rotary import RotaryEmbedding, rotate
+from pdserve.layers.rotary import RotaryEmbedding, Turns, rotate
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_sharded import ShardedWeights
 
@@ -77,8 +80,12 @@ class LlamaModel:
         self._head = Linear(head, None, backend) if shard.is_last_stage else None
         num_tiles = -(-max_model_len // ATTENTION_TILE_TOKENS)
         max_tile_kv = num_tiles * ATTENTION_TILE_TOKENS
-        self._rotary = RotaryEmbedding(config.head_dim, config.rope_theta, max_tile_kv, self._dtype)
-        self._tile_mask = make_tile_mask(max_tile_kv, self._dtype)
+        self._rotary = RotaryEmbedding(
+            config.head_dim, config.rope_theta, max_tile_kv, self._dtype, config.rope_scaling
+        )
+        windows = [config.window_of(index) for index in shard.part.layers]
+        reaches = {window: make_reach(window, max_tile_kv, self._dtype) for window in set(windows)}
+        self._reach_of_layer = tuple(reaches[window] for window in windows)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
@@ -89,11 +96,11 @@ class LlamaModel:
         """
         shard = self._shard
         x_ME = self._enter(batch)
-        cos, sin = self._rotary.at(batch.positions)
+        turns = self._rotary.of_batch(batch)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             keys, values = kv.layer(index)
-            q_MHD = layer.project(x_ME, cos, sin, batch.slots, keys, values)
+            q_MHD = layer.project(x_ME, turns, batch.slots, keys, values)
             is_last = index == last and shard.is_last_stage
             if is_last and not batch.sample_rows.numel():
                 break
@@ -102,7 +109,7 @@ class LlamaModel:
                 keys_SJD=keys,
                 values_SJD=values,
                 batch=batch,
-                tile_mask=self._tile_mask,
+                reach=self._reach_of_layer[index],
             )
             heads_ME = shard.attend(q_MHD, attend_here).flatten(1)
             if is_last:  # past its KV, the last layer matters only to rows that sample
@@ -167,31 +174,45 @@ class _Layer:
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
+        self._is_rotated = index not in config.unrotated_layers
         self._input_norm = _norm(f"{name}.input_layernorm", config, dtype, source)
         self._mlp_norm = _norm(f"{name}.post_attention_layernorm", config, dtype, source)
-        self._qkv = _qkv(f"{name}.self_attn", config, dtype, source, backend)
+        self._qk_norm = _qk_norm(f"{name}.self_attn", config, dtype, source)
+        take = _ProductReader(source, dtype, backend)
         hidden, inner = config.hidden_size, config.intermediate_size
-        out_shape = (hidden, config.num_heads * config.head_dim)
-        out = source.take(f"{name}.self_attn.o_proj.weight", out_shape)
-        self._out = Linear(out.to(dtype), None, backend)
-        gate_up = torch.cat(
-            [
-                source.take(f"{name}.mlp.{part}_proj.weight", (inner, hidden))
-                for part in ("gate", "up")
-            ]
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        # Products of one input are fused: one pass over the activations, fewer calls.
+        self._qkv = take.product(
+            {
+                f"{attention}.{part}_proj": n
+                for part, n in (("q", queries), ("k", keys), ("v", keys))
+            },
+            hidden,
+            has_bias=config.has_qkv_bias,
         )
-        self._gate_up = Linear(gate_up.to(dtype), None, backend)
-        down = source.take(f"{name}.mlp.down_proj.weight", (hidden, inner))
-        self._down = Linear(down.to(dtype), None, backend)
+        self._out = take.product(
+            {f"{attention}.o_proj": hidden}, queries, has_bias=config.has_output_bias
+        )
+        self._gate_up = take.product(
+            {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner},
+            hidden,
+            has_bias=config.has_mlp_bias,
+        )
+        self._down = take.product({f"{mlp}.down_proj": hidden}, inner, has_bias=config.has_mlp_bias)
 
     def project(
-        self, x_ME: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+        self, x_ME: Tensor, turns: Turns, slots: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Writes the rows' keys and values to their slots and returns queries, [M, H, D]."""
         num_rotated = self._num_heads + self._num_kv_heads
         qkv = self._qkv(self._input_norm(x_ME))
         qkv = qkv.view(x_ME.shape[0], num_rotated + self._num_kv_heads, self._head_dim)
-        rotated = rotate(qkv[:, :num_rotated], cos, sin)
+        rotated = qkv[:, :num_rotated]
+        if self._qk_norm is not None:
+            rotated = self._qk_norm(rotated)
+        if self._is_rotated:
+            rotated = rotate(rotated, turns)
         keys.index_copy_(0, slots, rotated[:, self._num_heads :])
         values.index_copy_(0, slots, qkv[:, num_rotated:])
         return rotated[:, : self._num_heads].contiguous()
@@ -200,11 +221,11 @@ class _Layer:
         """Adds attention and feed-forward to the residual stream."""
         join = self._join
         heads_ME = join.enter(heads_ME, self._head_widths)
-        x_ME = x_ME + join.leave(self._out(heads_ME), self._hidden_widths)
-        gate_up = self._gate_up(self._mlp_norm(x_ME))
-        gate, up = gate_up.chunk(2, dim=-1)
-        inner = join.enter(functional.silu(gate) * up, self._inner_widths)
-        return x_ME + join.leave(self._down(inner), self._hidden_widths)
+        # In place, here and below: at 256 rows a fresh tensor costs more than what is put in it.
+        x_ME = join.leave(self._out(heads_ME), self._hidden_widths).add_(x_ME)
+        gate, up = self._gate_up(self._mlp_norm(x_ME)).chunk(2, dim=-1)
+        inner = join.enter(functional.silu(gate).mul_(up), self._inner_widths)
+        return join.leave(self._down(inner), self._hidden_widths).add_(x_ME)
 
 
 def narrow_config(shard: Shard) -> ModelConfig:
@@ -223,28 +244,51 @@ def _norm(name: str, config: ModelConfig, dtype: torch.dtype, source: WeightSour
     return RmsNorm(weight, config.rms_norm_eps)
 
 
-def _qkv(
-    name: str,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    source: WeightSource,
-    backend: LinearBackend,
-) -> Linear:
-    """Fuses three products into one: one pass over the activations, fewer calls."""
-    widths = {
-        "q": config.num_heads * config.head_dim,
-        "k": config.num_kv_heads * config.head_dim,
-        "v": config.num_kv_heads * config.head_dim,
-    }
-    weights = [
-        source.take(f"{name}.{part}_proj.weight", (width, config.hidden_size))
-        for part, width in widths.items()
-    ]
-    bias = None
-    if config.has_qkv_bias:
-        biases = [source.take(f"{name}.{part}_proj.bias", (w,)) for part, w in widths.items()]
-        bias = torch.cat(biases).to(dtype)
-    return Linear(torch.cat(weights).to(dtype), bias, backend)
+class _QkNorm:
+    """Norms each head of queries and keys by itself, by gains of their own."""
+
+    def __init__(self, gain_HD: Tensor, epsilon: float) -> None:
+        self._gain_HD = gain_HD
+        self._epsilon = epsilon
+
+    def __call__(self, x_MHD: Tensor) -> Tensor:
+        # Flat rows: a reduction over a strided view may take another path in another shape.
+        flat = x_MHD.reshape(-1, x_MHD.shape[-1])
+        normed = functional.rms_norm(flat, flat.shape[-1:], None, self._epsilon)
+        return normed.view(x_MHD.shape) * self._gain_HD
+
+
+def _qk_norm(
+    name: str, config: ModelConfig, dtype: torch.dtype, source: WeightSource
+) -> _QkNorm | None:
+    if not config.has_qk_norm:
+        return None
+    q_gain, k_gain = (
+        source.take(f"{name}.{part}_norm.weight", (config.head_dim,)).to(dtype) for part in "qk"
+    )
+    gains = (q_gain.expand(config.num_heads, -1), k_gain.expand(config.num_kv_heads, -1))
+    return _QkNorm(torch.cat(gains), config.rms_norm_eps)
+
+
+class _ProductReader:
+    """Takes the weights of products that share an input and packs them as one."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, backend: LinearBackend) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._backend = backend
+
+    def product(self, outputs: Mapping[str, int], num_inputs: int, *, has_bias: bool) -> Linear:
+        """Returns the product of the named weights, one after the other in its outputs."""
+        weights = [
+            self._source.take(f"{name}.weight", (num_outputs, num_inputs))
+            for name, num_outputs in outputs.items()
+        ]
+        bias = None
+        if has_bias:
+            biases = [self._source.take(f"{name}.bias", (n,)) for name, n in outputs.items()]
+            bias = torch.cat(biases).to(self._dtype)
+        return Linear(torch.cat(weights).to(self._dtype), bias, self._backend)
 
 
 def _product_shapes(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:

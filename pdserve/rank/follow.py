@@ -78,7 +78,7 @@ def follow(
         runner.compute(plan_from_wire(work))
 
     context = FollowerContext(
-        config=config,
+        config=loaded.worker,
         incarnation=arguments.incarnation,
         rank=arguments.rank,
         inbox=inbox,

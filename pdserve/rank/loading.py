@@ -1,7 +1,7 @@
 """Loads what a rank computes with: its part of the model, and memory for the KV of that part."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
@@ -9,7 +9,12 @@ from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.layers.parallel import Shard
-from pdserve.models.folder import effective_max_model_len, geometry_of, read_model_config
+from pdserve.models.folder import (
+    effective_engine,
+    effective_max_model_len,
+    geometry_of,
+    read_model_config,
+)
 from pdserve.models.llama import LlamaModel
 from pdserve.models.registry import load_model
 from pdserve.rank.gloo_groups import connect_stages, connect_tensor_group
@@ -39,6 +44,8 @@ class RankArguments:
 class LoadedRank:
     """A rank's part of the model and its memory."""
 
+    worker: WorkerConfig
+    """As far as the model allows what was wished for."""
     config: ModelConfig
     geometry: KvGeometry
     model: LlamaModel
@@ -59,6 +66,7 @@ def load_rank(
     started_s = clock.now()
     folder = Path(config.engine.model)
     model_config = read_model_config(folder)
+    config = replace(config, engine=effective_engine(model_config, config.engine))
     max_model_len = effective_max_model_len(model_config, config.engine.max_model_len)
     geometry = geometry_of(model_config, config.engine)
     shard = None
@@ -72,6 +80,7 @@ def load_rank(
     room = num_blocks * geometry.block_size
     report("allocate KV", clock.now() - started_s, f"{room} tokens in {num_blocks} blocks")
     return LoadedRank(
+        worker=config,
         config=model_config,
         geometry=geometry,
         model=model,

@@ -145,7 +145,7 @@ def _load(
     runner.warm_up()
     report("warm up", clock.now() - started_s, "")
     return RankContext(
-        config=config,
+        config=loaded.worker,
         incarnation=arguments.incarnation,
         clock=clock,
         inbox=inbox,

@@ -13,8 +13,10 @@ from pdserve.errors import (
     NoWorker,
     Overloaded,
     PdserveError,
+    RequestNotFound,
     StaleAttempt,
     TooLong,
+    Unauthenticated,
     WorkerLost,
 )
 
@@ -22,6 +24,8 @@ _PLAIN: Mapping[str, type[PdserveError]] = {
     error.reason: error
     for error in (
         ModelNotFound,
+        RequestNotFound,
+        Unauthenticated,
         DeadlineExceeded,
         Cancelled,
         LocalPrefillRefused,
@@ -36,6 +40,7 @@ _BY_CODE: Mapping[int, type[PdserveError]] = {
     4: DeadlineExceeded,
     5: ModelNotFound,
     14: WorkerLost,
+    16: Unauthenticated,
 }
 
 

@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.errors import ConfigError
+from pdserve.rpc.decoding import DecodingGuard
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_TIME_MS = 10_000
@@ -28,9 +29,15 @@ class RpcServer:
     Life: make -> add servicers to `grpc_server` -> bind -> start -> set_serving -> stop.
     """
 
-    def __init__(self, service_names: Sequence[str], max_message_bytes: int) -> None:
-        """Makes a server that listens nowhere yet."""
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        max_message_bytes: int,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """Makes a server that listens nowhere yet; interceptors see every call first."""
         self.grpc_server = grpc.aio.server(
+            interceptors=(*interceptors, DecodingGuard()),
             options=_server_options(max_message_bytes),
         )
         self._service_names = ("", *service_names)
@@ -71,10 +78,12 @@ class RpcServer:
 
 
 def make_server(
-    *service_names: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    *service_names: str,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> RpcServer:
     """Makes a server for the named services (full names, as in `DESCRIPTOR.full_name`)."""
-    return RpcServer(service_names, max_message_bytes)
+    return RpcServer(service_names, max_message_bytes, interceptors)
 
 
 def open_channel(

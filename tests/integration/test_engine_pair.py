@@ -10,6 +10,8 @@ import torch
 from pdserve.config.worker import HandoffConfig
 from pdserve.errors import LocalPrefillRefused
 from pdserve.request import Request, SamplingParams
+from pdserve.rpc.codec import request_to_wire
+from pdserve.rpc.v1 import rank_pb2, worker_pb2
 from tests.support.engine_pair import EnginePair, PairRouter, make_request
 from tests.support.tiny_models import make_tiny_llama
 
@@ -197,3 +199,62 @@ def test_B3_two_full_pools_make_progress_again(folder: Path) -> None:
     calm = EnginePair(folder).run(requests)
     assert pair.run(requests, max_turns=20_000) == calm
     pair.assert_ledger()
+
+
+def test_A11_a_submit_that_lost_its_handoff_is_served_and_counted_as_recomputed(
+    folder: Path, reference: dict[str, list[int]]
+) -> None:
+    pair = EnginePair(folder)
+    request = next(one for one in make_requests() if one.request_id == "r130")
+    router = PairRouter(pair)
+    router.adopt(request)
+    lost = worker_pb2.SubmitRequest(request=request_to_wire(request))
+    pair.decode.handle(rank_pb2.ToRank(call_id=1, submit=lost))
+    for _ in range(100):
+        pair.turn()
+        router.read()
+    assert router.outputs["r130"] == reference["r130"]
+    counters = pair.decode.describe().counters
+    assert (counters.recomputed_prompt_tokens, counters.local_prefill_tokens) == (130, 0)
+
+
+def test_TOK_a_follow_up_turn_prefilled_on_decode_gives_the_same_tokens(folder: Path) -> None:
+    pair = EnginePair(folder)
+    first = make_request("turn-1", tuple(range(3, 150)))
+    output = pair.run([first])["turn-1"]
+    follow_up = make_request("turn-2", (*first.token_ids, *output, 7, 8, 9))
+    assert run_colocated(pair, [follow_up]) == run_alone(folder, [follow_up])
+    counters = pair.decode.describe().counters
+    # Prompt and output of the first turn are cached on decode, but for the last, open block.
+    assert 0 < counters.local_prefill_tokens <= 32
+    assert counters.recomputed_prompt_tokens == 0
+    pair.settle()
+    pair.assert_ledger()
+
+
+def test_a_local_prefill_over_its_bound_is_refused_by_name(folder: Path) -> None:
+    pair = EnginePair(folder)
+    message = worker_pb2.SubmitRequest(request=request_to_wire(make_request("r", (5,) * 40)))
+    message.local_prefill.max_tokens = 39
+    pair.decode.handle(rank_pb2.ToRank(call_id=1, submit=message))
+    (answer,) = [message.reply for message in pair.decode_outbox.sent]
+    assert answer.error.reason == LocalPrefillRefused.__name__
+    pair.assert_ledger()
+
+
+def test_a_place_for_a_request_that_is_gone_is_refused_and_harms_nobody(folder: Path) -> None:
+    pair = EnginePair(folder)
+    gone, other = make_request("gone", (5, 6, 7)), make_request("other", (8, 9, 10))
+    router = PairRouter(pair)
+    router.start(other)
+    pair.submit(gone)
+    pair.cancel(pair.prefill, gone)
+    pair.prefill_outbox.sent.clear()
+    pair.place(gone)
+    (answer,) = pair.prefill_outbox.sent
+    assert answer.reply.error.reason == "WorkerLost"
+    for _ in range(200):
+        pair.turn()
+        router.read()
+    assert router.open == {}
+    assert len(router.outputs["other"]) == 16

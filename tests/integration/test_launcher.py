@@ -48,6 +48,7 @@ def config(tmp_path: Path) -> ClusterConfig:
         num_prefill=1,
         num_decode=2,
         port=0,
+        http_port=0,
         ready_timeout_s=30,
         drain_timeout_s=5,
     )
@@ -197,7 +198,8 @@ from launcher.local_pool import LocalCluster
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from tests.integration.test_launcher import stand_in
-config = ClusterConfig(engine=EngineConfig(model={config.engine.model!r}), num_decode=1, port=0)
+engine = EngineConfig(model={config.engine.model!r})
+config = ClusterConfig(engine=engine, num_decode=1, port=0, http_port=0)
 with LocalCluster(config, command_of=stand_in) as cluster:
     print(*cluster.pids(), flush=True)
     time.sleep(60)

@@ -27,7 +27,7 @@ class Served:
     """A `pdserve serve` in a process of its own, and the last lines that it wrote."""
 
     def __init__(self, folder: Path) -> None:
-        flags = ["--port", "0", "--kv-cache-memory", "16M", "--max-model-len", "512"]
+        flags = ["--port", "0", "--no-http", "--kv-cache-memory", "16M", "--max-model-len", "512"]
         flags += ["--decode-fault", "step_delay_s=0.02", "--decode", "2"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launcher.cli", "serve", str(folder), *flags],

@@ -47,7 +47,7 @@ class Served:
         return found[1]
 
     def _ready_line(self) -> re.Match[str] | None:
-        matches = (re.match(r"ready after .* s: grpc (\S+)$", line) for line in list(self.lines))
+        matches = (re.match(r"ready after .* s: grpc ([^\s,]+)", line) for line in list(self.lines))
         return next((match for match in matches if match), None)
 
     def pids(self) -> list[int]:
@@ -56,7 +56,16 @@ class Served:
 
 @pytest.fixture
 def served(tiny_llama_folder: Path) -> Iterator[Served]:  # noqa: F811
-    flags = ["--port", "0", "--kv-cache-memory", "16M", "--max-model-len", "512"]
+    flags = [
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--kv-cache-memory",
+        "16M",
+        "--max-model-len",
+        "512",
+    ]
     fault = ["--decode-fault", "step_delay_s=0.02"]
     served = Served(str(tiny_llama_folder), *flags, *fault, "--served-model-name", "tiny")
     yield served
@@ -101,7 +110,7 @@ def test_C10_killed_serve_leaves_no_process(served: Served) -> None:
 
 def test_port_in_use_is_one_line_and_status_2(served: Served, tiny_llama_folder: Path) -> None:  # noqa: F811
     port = served.wait_ready().rpartition(":")[2]
-    second = Served(str(tiny_llama_folder), "--port", port)
+    second = Served(str(tiny_llama_folder), "--port", port, "--http-port", "0")
     assert second.process.wait(30) == 2
     second.reader.join(5)
     assert [line for line in second.lines if line.startswith("pdserve: ")] == second.lines[-1:]

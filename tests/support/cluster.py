@@ -38,6 +38,7 @@ def cluster_config(folder: Path, **changes: object) -> ClusterConfig:
     config = ClusterConfig(
         engine=replace(TEST_ENGINE, model=str(folder)),
         port=0,
+        http_port=0,
         handoff=TEST_HANDOFF,
         drain_timeout_s=10.0,
         ready_timeout_s=90.0,

@@ -197,7 +197,9 @@ class EnginePair:
     def submit(self, request: Request, *, is_local: bool = False) -> None:
         """Sends a request to prefill (or, local, to decode)."""
         message = worker_pb2.SubmitRequest(request=request_to_wire(request))
-        if not is_local:
+        if is_local:
+            message.local_prefill.SetInParent()
+        else:
             message.decode.CopyFrom(self.target(request))
         engine = self.decode if is_local else self.prefill
         engine.handle(rank_pb2.ToRank(call_id=1, submit=message))

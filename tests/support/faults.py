@@ -29,9 +29,9 @@ SHORT_TIMES: dict[str, object] = {
     "handoff": SHORT_HANDOFF,
 }
 """Fields of ClusterConfig: short, but not so short that a busy machine looks dead."""
-SLOW_PREFILL = FaultConfig(step_delay_s=0.1, frame_delay_s=0.08)
+SLOW_PREFILL = FaultConfig(step_delay_s=0.1, frame_delay_s=0.15)
 SLOW_DECODE = FaultConfig(step_delay_s=0.025)
-"""Windows wide enough to be hit: the tiny model computes a step in some milliseconds."""
+"""Windows wide enough to be hit: frames lag behind chunks, so that commits wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,7 @@ async def find_victim(
 
 def _has_work(worker: inference_pb2.WorkerInfo, streams: Sequence[Stream], stage: Stage) -> bool:
     load, ledger = worker.load, worker.ledger
+    has_first_token = any(stream.num_tokens == 1 for stream in streams)
     num_tokens = max(stream.num_tokens for stream in streams)
     is_prefill = worker.role == "prefill"
     match stage:
@@ -142,9 +143,10 @@ def _has_work(worker: inference_pb2.WorkerInfo, streams: Sequence[Stream], stage
         case "mid-prefill":
             return load.num_running > 0 if is_prefill else ledger.reservations > 0
         case "mid-transfer":
-            return ledger.leases > 0 if is_prefill else ledger.transfers > 0
+            is_sending = ledger.leases > 0 and load.num_running > 0
+            return is_sending if is_prefill else ledger.transfers > 0
         case "committed":
-            return num_tokens == 1 and (ledger.leases > 0 if is_prefill else ledger.transfers > 0)
+            return has_first_token and (ledger.leases > 0 if is_prefill else ledger.transfers > 0)
         case "decoding":
             return num_tokens > 5 and (is_prefill or load.num_running > 0)
 

@@ -112,7 +112,7 @@ class Canary:
             for line in self.harness.lines[self.num_lines :]
             if any(text in line for text in BAD_LINES)
         ]
-        assert bad == []
+        assert not bad, "\n".join(bad)
 
     @staticmethod
     async def _sing(client: HarnessClient) -> Generation:

@@ -133,6 +133,7 @@ async def run_cluster(folder: Path, **over: object) -> AsyncIterator[Cluster]:
         "redis_url": "",
         "served_model_name": "tiny",
         "port": 0,
+        "http_port": 0,
         "registry_poll_s": 0.02,
         "worker_silence_s": 1.5,
         "call_timeout_s": 2.0,

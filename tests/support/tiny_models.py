@@ -1,7 +1,9 @@
 """Small random models in Hugging Face layout, with a working tokenizer, made on the spot."""
 
 import json
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -51,61 +53,78 @@ def make_tokenizer(folder: Path, vocab_size: int = 384) -> Tokenizer:
     return tokenizer
 
 
-def make_tiny_llama(folder: Path, **over: object) -> Path:
-    """Writes a tiny Llama; see `_make` for what may be set."""
-    return _make(folder, "llama", **over)
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
 
 
-def make_tiny_qwen2(folder: Path, **over: object) -> Path:
-    """Writes a tiny Qwen2 (query, key and value biases); see `_make` for what may be set."""
-    return _make(folder, "qwen2", **over)
+@dataclass(frozen=True, kw_only=True)
+class TinyShape:
+    """The shape of a tiny model."""
+
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int | None = None
+    """None divides the hidden size by the heads."""
+    intermediate: int = 128
+    vocab: int = 384
+    """Of model and tokenizer, at least 300."""
+    num_layers: int = 2
+
+    @property
+    def dim(self) -> int:
+        return self.head_dim or self.hidden // self.heads
 
 
-def _make(
+def make_tiny_llama(folder: Path, **over: Any) -> Path:
+    """Writes a tiny Llama; see `make_tiny` for what may be set."""
+    return make_tiny(folder, "llama", **over)
+
+
+def make_tiny_qwen2(folder: Path, **over: Any) -> Path:
+    """Writes a tiny Qwen2 (query, key and value biases); see `make_tiny` for what may be set."""
+    return make_tiny(folder, "qwen2", **over)
+
+
+def make_tiny(
     folder: Path,
     family: str,
     *,
     seed: int = 0,
-    num_layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    intermediate: int = 128,
-    vocab: int = 384,
     max_position: int = 2048,
     is_tied: bool = False,
     dtype: torch.dtype = torch.float32,
-    **config_over: object,
+    **over: Any,
 ) -> Path:
     """Writes config, weights and tokenizer.
 
     Args:
         folder: made if absent.
-        family: `llama` or `qwen2`.
+        family: a key of `ARCHITECTURES`.
         seed: of the weights.
-        num_layers: and so on, the shape.
-        hidden: hidden size.
-        heads: query heads.
-        kv_heads: key and value heads.
-        intermediate: width of the feed-forward part.
-        vocab: vocabulary of model and tokenizer, at least 300.
         max_position: longest context.
         is_tied: whether the head is the embedding.
         dtype: of the weights on disk.
-        config_over: more fields of config.json, or other values.
+        over: fields of `TinyShape`; other names are fields of config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    head_dim = hidden // heads
+    names = {field.name for field in fields(TinyShape)}
+    shape = TinyShape(**{name: value for name, value in over.items() if name in names})
     config: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM"],
+        "architectures": [ARCHITECTURES[family]],
         "model_type": family,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.dim,
         "hidden_act": "silu",
         "max_position_embeddings": max_position,
         "rms_norm_eps": 1e-5,
@@ -114,13 +133,14 @@ def _make(
         "bos_token_id": 0,
         "eos_token_id": EOS_TOKEN_ID,
         "torch_dtype": str(dtype).removeprefix("torch."),
-    } | config_over
+    } | {name: value for name, value in over.items() if name not in names}
+    if family == "smollm3":
+        config["pad_token_id"] = 0
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     generation = {"bos_token_id": 0, "eos_token_id": EOS_TOKEN_ID}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
-    tensors = _weights(
-        family, seed, num_layers, hidden, head_dim, heads, kv_heads, intermediate, vocab
-    )
+    generator = torch.Generator().manual_seed(seed)
+    tensors = _weights(family, shape, generator) | _extra_weights(config, shape, generator)
     if is_tied:
         del tensors["lm_head.weight"]
     save_file(
@@ -128,45 +148,63 @@ def _make(
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    make_tokenizer(folder, vocab)
+    make_tokenizer(folder, shape.vocab)
     return folder
 
 
-def _weights(
-    family: str,
-    seed: int,
-    num_layers: int,
-    hidden: int,
-    head_dim: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab: int,
-) -> dict[str, torch.Tensor]:
+def _weights(family: str, shape: TinyShape, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Draws weights large enough that attention is not flat and greedy text does not stick."""
-    generator = torch.Generator().manual_seed(seed)
+    hidden, inner = shape.hidden, shape.intermediate
 
     def draw(rows: int, columns: int, gain: float) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
 
     tensors = {
-        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator) * 0.25,
+        "model.embed_tokens.weight": torch.randn(shape.vocab, hidden, generator=generator) * 0.25,
         "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": draw(vocab, hidden, 4.0),
+        "lm_head.weight": draw(shape.vocab, hidden, 4.0),
     }
-    for index in range(num_layers):
+    for index in range(shape.num_layers):
         layer = f"model.layers.{index}"
-        for name, num_heads in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
-            width = num_heads * head_dim
+        for name, num_heads in _heads_of(shape).items():
+            width = num_heads * shape.dim
             tensors[f"{layer}.self_attn.{name}.weight"] = draw(width, hidden, 1.5)
             if family == "qwen2":
                 bias = torch.randn(width, generator=generator) * 0.3
                 tensors[f"{layer}.self_attn.{name}.bias"] = bias
-        tensors[f"{layer}.self_attn.o_proj.weight"] = draw(hidden, heads * head_dim, 2.0)
-        tensors[f"{layer}.mlp.gate_proj.weight"] = draw(intermediate, hidden, 1.5)
-        tensors[f"{layer}.mlp.up_proj.weight"] = draw(intermediate, hidden, 1.5)
-        tensors[f"{layer}.mlp.down_proj.weight"] = draw(hidden, intermediate, 1.5)
+        tensors[f"{layer}.self_attn.o_proj.weight"] = draw(hidden, shape.heads * shape.dim, 2.0)
+        tensors[f"{layer}.mlp.gate_proj.weight"] = draw(inner, hidden, 1.5)
+        tensors[f"{layer}.mlp.up_proj.weight"] = draw(inner, hidden, 1.5)
+        tensors[f"{layer}.mlp.down_proj.weight"] = draw(hidden, inner, 1.5)
         for name in ("input_layernorm", "post_attention_layernorm"):
             gain = 1 + 0.1 * torch.randn(hidden, generator=generator)
             tensors[f"{layer}.{name}.weight"] = gain
     return tensors
+
+
+def _extra_weights(
+    config: dict[str, object], shape: TinyShape, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Draws what only some models have; after the rest, whose values thus stay the same."""
+    widths: dict[str, int] = {}
+    if config.get("attention_bias"):
+        widths |= {f"self_attn.{name}": n * shape.dim for name, n in _heads_of(shape).items()}
+        widths["self_attn.o_proj"] = shape.hidden
+    if config.get("mlp_bias"):
+        widths |= {f"mlp.{name}": shape.intermediate for name in ("gate_proj", "up_proj")}
+        widths["mlp.down_proj"] = shape.hidden
+    tensors: dict[str, torch.Tensor] = {}
+    for index in range(shape.num_layers):
+        layer = f"model.layers.{index}"
+        for name, width in widths.items():
+            bias = torch.randn(width, generator=generator) * 0.3
+            tensors[f"{layer}.{name}.bias"] = bias
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                gain = 1.2 + 0.3 * torch.randn(shape.dim, generator=generator)
+                tensors[f"{layer}.self_attn.{name}.weight"] = gain
+    return tensors
+
+
+def _heads_of(shape: TinyShape) -> dict[str, int]:
+    return {"q_proj": shape.heads, "k_proj": shape.kv_heads, "v_proj": shape.kv_heads}

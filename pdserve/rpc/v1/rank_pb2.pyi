@@ -350,6 +350,7 @@ class RankCounters(_message.Message):
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     HANDOFFS_COMPLETED_FIELD_NUMBER: _builtins.int
     HANDOFFS_FAILED_FIELD_NUMBER: _builtins.int
     HANDOFFS_REFUSED_FIELD_NUMBER: _builtins.int
@@ -366,6 +367,7 @@ class RankCounters(_message.Message):
     prefix_cache_hits: _builtins.int
     preemptions: _builtins.int
     recomputed_prompt_tokens: _builtins.int
+    local_prefill_tokens: _builtins.int
     handoffs_completed: _builtins.int
     handoffs_failed: _builtins.int
     handoffs_refused: _builtins.int
@@ -385,6 +387,7 @@ class RankCounters(_message.Message):
         prefix_cache_hits: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         recomputed_prompt_tokens: _builtins.int = ...,
+        local_prefill_tokens: _builtins.int = ...,
         handoffs_completed: _builtins.int = ...,
         handoffs_failed: _builtins.int = ...,
         handoffs_refused: _builtins.int = ...,
@@ -398,7 +401,7 @@ class RankCounters(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames_rejected", b"frames_rejected", "generation_tokens", b"generation_tokens", "handoff_bytes", b"handoff_bytes", "handoff_seconds", b"handoff_seconds", "handoffs_completed", b"handoffs_completed", "handoffs_failed", b"handoffs_failed", "handoffs_refused", b"handoffs_refused", "leases_expired", b"leases_expired", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_prompt_tokens", b"recomputed_prompt_tokens", "stale_refused", b"stale_refused", "step_seconds", b"step_seconds", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames_rejected", b"frames_rejected", "generation_tokens", b"generation_tokens", "handoff_bytes", b"handoff_bytes", "handoff_seconds", b"handoff_seconds", "handoffs_completed", b"handoffs_completed", "handoffs_failed", b"handoffs_failed", "handoffs_refused", b"handoffs_refused", "leases_expired", b"leases_expired", "local_prefill_tokens", b"local_prefill_tokens", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "recomputed_prompt_tokens", b"recomputed_prompt_tokens", "stale_refused", b"stale_refused", "step_seconds", b"step_seconds", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

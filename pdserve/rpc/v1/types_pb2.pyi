@@ -321,6 +321,7 @@ class Timeline(_message.Message):
     KV_BYTES_SHIPPED_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     prefill_s: _builtins.float
     handoff_s: _builtins.float
@@ -338,8 +339,12 @@ class Timeline(_message.Message):
     kv_blocks_shipped: _builtins.int
     kv_bytes_shipped: _builtins.int
     recomputed_tokens: _builtins.int
-    """Prompt tokens that the decode worker computed itself."""
+    """Prompt tokens that the decode worker computed although they should have been handed off; always 0 unless the hand-off is
+    broken.
+    """
     preemptions: _builtins.int
+    local_prefill_tokens: _builtins.int
+    """Prompt tokens that the decode worker computed because the router chose so."""
     def __init__(
         self,
         *,
@@ -359,10 +364,11 @@ class Timeline(_message.Message):
         kv_bytes_shipped: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        local_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "first_gap_s", b"first_gap_s", "handoff_s", b"handoff_s", "kv_blocks_shipped", b"kv_blocks_shipped", "kv_bytes_shipped", b"kv_bytes_shipped", "max_gap_s", b"max_gap_s", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens", "total_s", b"total_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "first_gap_s", b"first_gap_s", "handoff_s", b"handoff_s", "kv_blocks_shipped", b"kv_blocks_shipped", "kv_bytes_shipped", b"kv_bytes_shipped", "local_prefill_tokens", b"local_prefill_tokens", "max_gap_s", b"max_gap_s", "preemptions", b"preemptions", "prefill_s", b"prefill_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens", "total_s", b"total_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,7 @@ class SubmitRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The incarnation the router means to reach; another one refuses."""
     @_builtins.property
@@ -64,20 +65,49 @@ class SubmitRequest(_message.Message):
     def decode(self) -> Global___DecodeTarget:
         """Absent: the receiver prefills and decodes by itself."""
 
+    @_builtins.property
+    def local_prefill(self) -> Global___LocalPrefill:
+        """Set when the router chose to let a decode worker prefill. A submit without a decode target and without this has lost
+        its hand-off on the way: it is served, and counted as recomputed.
+        """
+
     def __init__(
         self,
         *,
         request: _types_pb2.RequestSpec | None = ...,
         decode: Global___DecodeTarget | None = ...,
         incarnation: _builtins.int = ...,
+        local_prefill: Global___LocalPrefill | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "local_prefill", b"local_prefill", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "incarnation", b"incarnation", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "incarnation", b"incarnation", "local_prefill", b"local_prefill", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
+
+@_typing.final
+class LocalPrefill(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    """The most uncached prompt tokens to compute there; absent means any number. More are refused, and the router hands off."""
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+
+Global___LocalPrefill: _TypeAlias = LocalPrefill  # noqa: Y015
 
 @_typing.final
 class SubmitResponse(_message.Message):
@@ -369,6 +399,7 @@ class StageTimes(_message.Message):
     KV_BLOCKS_SHIPPED_FIELD_NUMBER: _builtins.int
     KV_BYTES_SHIPPED_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     prefill_s: _builtins.float
     handoff_s: _builtins.float
@@ -376,6 +407,9 @@ class StageTimes(_message.Message):
     kv_blocks_shipped: _builtins.int
     kv_bytes_shipped: _builtins.int
     recomputed_tokens: _builtins.int
+    """Prompt tokens that the decode worker computed although they should have been handed off."""
+    local_prefill_tokens: _builtins.int
+    """Prompt tokens that the decode worker computed because the router chose so."""
     def __init__(
         self,
         *,
@@ -386,10 +420,11 @@ class StageTimes(_message.Message):
         kv_blocks_shipped: _builtins.int | None = ...,
         kv_bytes_shipped: _builtins.int | None = ...,
         recomputed_tokens: _builtins.int | None = ...,
+        local_prefill_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_handoff_s", b"_handoff_s", "_kv_blocks_shipped", b"_kv_blocks_shipped", "_kv_bytes_shipped", b"_kv_bytes_shipped", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_recomputed_tokens", b"_recomputed_tokens", "cached_tokens", b"cached_tokens", "handoff_s", b"handoff_s", "kv_blocks_shipped", b"kv_blocks_shipped", "kv_bytes_shipped", b"kv_bytes_shipped", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_handoff_s", b"_handoff_s", "_kv_blocks_shipped", b"_kv_blocks_shipped", "_kv_bytes_shipped", b"_kv_bytes_shipped", "_local_prefill_tokens", b"_local_prefill_tokens", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_recomputed_tokens", b"_recomputed_tokens", "cached_tokens", b"cached_tokens", "handoff_s", b"handoff_s", "kv_blocks_shipped", b"kv_blocks_shipped", "kv_bytes_shipped", b"kv_bytes_shipped", "local_prefill_tokens", b"local_prefill_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_handoff_s", b"_handoff_s", "_kv_blocks_shipped", b"_kv_blocks_shipped", "_kv_bytes_shipped", b"_kv_bytes_shipped", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_recomputed_tokens", b"_recomputed_tokens", "cached_tokens", b"cached_tokens", "handoff_s", b"handoff_s", "kv_blocks_shipped", b"kv_blocks_shipped", "kv_bytes_shipped", b"kv_bytes_shipped", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_handoff_s", b"_handoff_s", "_kv_blocks_shipped", b"_kv_blocks_shipped", "_kv_bytes_shipped", b"_kv_bytes_shipped", "_local_prefill_tokens", b"_local_prefill_tokens", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_recomputed_tokens", b"_recomputed_tokens", "cached_tokens", b"cached_tokens", "handoff_s", b"handoff_s", "kv_blocks_shipped", b"kv_blocks_shipped", "kv_bytes_shipped", b"kv_bytes_shipped", "local_prefill_tokens", b"local_prefill_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
@@ -399,6 +434,8 @@ class StageTimes(_message.Message):
     _WhichOneofArgType__kv_blocks_shipped: _TypeAlias = _typing.Literal["_kv_blocks_shipped", b"_kv_blocks_shipped"]  # noqa: Y015
     _WhichOneofReturnType__kv_bytes_shipped: _TypeAlias = _typing.Literal["kv_bytes_shipped"]  # noqa: Y015
     _WhichOneofArgType__kv_bytes_shipped: _TypeAlias = _typing.Literal["_kv_bytes_shipped", b"_kv_bytes_shipped"]  # noqa: Y015
+    _WhichOneofReturnType__local_prefill_tokens: _TypeAlias = _typing.Literal["local_prefill_tokens"]  # noqa: Y015
+    _WhichOneofArgType__local_prefill_tokens: _TypeAlias = _typing.Literal["_local_prefill_tokens", b"_local_prefill_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prefill_s: _TypeAlias = _typing.Literal["prefill_s"]  # noqa: Y015
     _WhichOneofArgType__prefill_s: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s"]  # noqa: Y015
     _WhichOneofReturnType__queue_s: _TypeAlias = _typing.Literal["queue_s"]  # noqa: Y015
@@ -413,6 +450,8 @@ class StageTimes(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_blocks_shipped) -> _WhichOneofReturnType__kv_blocks_shipped | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_bytes_shipped) -> _WhichOneofReturnType__kv_bytes_shipped | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_prefill_tokens) -> _WhichOneofReturnType__local_prefill_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_s) -> _WhichOneofReturnType__prefill_s | None: ...
     @_typing.overload

@@ -192,3 +192,31 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path("/somewhere/pdserve")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_folder() == Path.home() / ".cache/pdserve"
+
+
+def parse_router(*argv: str, environment: dict[str, str] | None = None) -> RouterConfig:
+    required = ("--model", "tiny", "--redis", "redis://127.0.0.1:1")
+    argv = (*required, *argv)
+    return from_argv(RouterConfig, argv, environment or {}, program="pdserve router")
+
+
+def test_a_repeated_flag_gathers_a_tuple_and_its_variable_is_split_at_spaces() -> None:
+    assert parse_router().api_keys == ()
+    assert parse_router("--api-key", "a=1", "--api-key", "2").api_keys == ("a=1", "2")
+    environment = {"PDSERVE_API_KEY": "a=1  2"}
+    assert parse_router(environment=environment).api_keys == ("a=1", "2")
+    assert parse_router("--api-key", "3", environment=environment).api_keys == ("3",)
+
+
+def test_a_bool_flag_may_stand_without_a_value() -> None:
+    assert not parse_router().no_http
+    assert parse_router("--no-http").no_http
+    assert parse_router("--no-http", "--port", "1").port == 1
+    assert not parse_router("--no-http", "false").no_http
+
+
+def test_keys_and_secrets_are_not_in_a_configurations_text() -> None:
+    config = parse_router("--api-key", "topsecret", "--cluster-secret", "pepper")
+    assert "topsecret" not in repr(config)
+    assert "pepper" not in repr(config)
+    assert parse_router(*to_argv(config, without=("model", "redis_url"))) == config

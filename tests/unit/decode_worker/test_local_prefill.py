@@ -28,7 +28,7 @@ def test_local_prefill_shares_the_step_and_the_budget_with_decodes():
     bench.scheduler.complete_step(plan, bench.runner.run(plan))
     bench.run()
     assert bench.output_of(local) == expected_output(local)
-    assert bench.finished[rid("local")].num_recomputed_tokens == 100
+    assert bench.finished[rid("local")].num_computed_here == 100
     assert bench.scheduler.counters.prompt_tokens == 100
 
 
@@ -43,7 +43,7 @@ def test_a_local_prefill_is_timed_and_reports_its_cached_tokens():
     bench.clock.advance(2.0)
     bench.run()
     done = bench.finished[rid("b")]
-    assert (done.num_cached_tokens, done.num_recomputed_tokens) == (8, 1)
+    assert (done.num_cached_tokens, done.num_computed_here) == (8, 1)
     assert (done.times.queue_s, done.times.prefill_s) == pytest.approx((2.0, 0.01))
 
 

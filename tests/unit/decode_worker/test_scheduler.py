@@ -19,7 +19,7 @@ def test_a_landed_sequence_goes_on_from_its_first_token_and_computes_no_prompt()
     bench.run()
     assert bench.output_of(request) == expected_output(request)
     assert bench.finished[rid("a")].finish_reason is FinishReason.LENGTH
-    assert bench.finished[rid("a")].num_recomputed_tokens == 0
+    assert bench.finished[rid("a")].num_computed_here == 0
     assert bench.scheduler.counters.prompt_tokens == 0
     bench.assert_idle()
 

@@ -96,17 +96,29 @@ class Router:
         if not self._is_current(request):
             return
         tracked = self.requests[request.request_id]
+        if tracked.target is None or tracked.target.decode_attempt != decode_attempt:
+            return
         tracked.is_handed_off = False
-        target = tracked.target = self._choose(decode_attempt + 1)
-        key = (request.request_id, request.attempt)
+        self._place(node, tracked, decode_attempt + 1)
+
+    def _place(self, node: PrefillNode, tracked: Tracked, decode_attempt: int) -> None:
+        target = tracked.target = self._choose(decode_attempt)
+        key = (tracked.request.request_id, tracked.request.attempt)
         self.world.deliver(
             node, lambda: node.on_place(key, target), self.world.rng.uniform(0.05, 0.3)
         )
+
+    def place_refused(self, request_id: RequestId, attempt: int, target: DecodeTarget) -> None:
+        tracked = self.requests[request_id]
+        if not tracked.ends and tracked.request.attempt == attempt and tracked.target == target:
+            self._resubmit(request_id)
 
     def handed_off(self, request: Request, decode_attempt: int) -> None:
         if self._is_current(request):
             tracked = self.requests[request.request_id]
             assert tracked.target is not None
+            if tracked.target.decode_attempt != decode_attempt:
+                return
             tracked.is_handed_off = True
             if not any(
                 node.is_alive and node.incarnation == tracked.target.incarnation
@@ -162,3 +174,6 @@ class Router:
                 was_decode and tracked.is_handed_off
             ):
                 self._resubmit(request_id)
+            elif was_decode and tracked.prefill is not None and self.world.chance(0.5):
+                # Before prefill asks for it; else prefill finds out by itself.
+                self._place(tracked.prefill, tracked, tracked.target.decode_attempt + 1)

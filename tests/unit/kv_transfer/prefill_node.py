@@ -89,8 +89,10 @@ class PrefillNode(Node):
 
     def on_place(self, key: tuple[RequestId, int], target: DecodeTarget) -> None:
         handoff = self.handoffs.get(key)
-        if handoff is not None:
-            self.execute(handoff, handoff.place(target))
+        if handoff is None or handoff.is_done:
+            self.world.router.place_refused(*key, target)
+            return
+        self.execute(handoff, handoff.place(target))
 
     def on_cancel(self, request_id: RequestId, attempt: int) -> None:
         for key, handoff in list(self.handoffs.items()):

@@ -234,9 +234,28 @@ def test_another_placement_sends_everything_again_and_computes_nothing(
 
 def test_a_placement_that_is_not_newer_is_ignored(handoff: PrefillHandoff) -> None:
     reserve(handoff)
-    assert handoff.place(target(2)) == []
+    assert handoff.place(target(1)) == []
     handoff.reserve_answered(target(), CallFailed(detail="x"))
     assert handoff.place(target(1)) == []
+
+
+@pytest.mark.parametrize("setup", [reserve, commit])
+def test_a_newer_placement_leaves_the_one_that_is_under_way(
+    handoff: PrefillHandoff, setup: Setup
+) -> None:
+    setup(handoff)
+    handoff.computed(NUM_TOKENS)
+    handoff.sampled(TOKEN, is_finished=False)
+    *leaving, ask = handoff.place(target(2))
+    assert kinds(leaving) == ([DropFrames, SendAbort] if setup is commit else [SendAbort])
+    assert isinstance(ask, SendReserve)
+    # What still comes from the first one is void; a grant is given back.
+    late = handoff.commit_answered if setup is commit else handoff.reserve_answered
+    answer = Acknowledged() if setup is commit else grant()
+    assert ReleaseBlocks not in kinds(late(target(), answer))
+    actions = handoff.reserve_answered(target(2), grant(2))
+    assert pushed(actions) == [0, 1, 2, 3]
+    assert actions[-1].envelope.reservation_id == b"res2"
 
 
 def test_lost_frames_abandon_the_reservation_they_belong_to(handoff: PrefillHandoff) -> None:

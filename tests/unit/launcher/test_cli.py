@@ -35,7 +35,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "x", "--block-size", "24"], "block_size must be a power of two"),
         (["serve", "x", "--kv-cache-memory", "lots"], "--kv-cache-memory must be a size"),
         (["serve", "x", "--decode-fault", "boom=1"], "--decode-fault knows step_delay_s"),
-        (["serve", "no-such-model", "--port", "0"], "no model no-such-model"),
+        (["serve", "no-such-model", "--port", "0", "--http-port", "0"], "no model no-such-model"),
         (["serve", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
         (["generate"], "give exactly one of PROMPT, --messages and --prompt-ids"),
         (["generate", "a", "--prompt-ids", "1"], "give exactly one of"),
@@ -119,6 +119,7 @@ class FakeCluster:
     """Sends itself signals while it waits, as an impatient user would."""
 
     address = "127.0.0.1:1"
+    http_address = "127.0.0.1:3"
     metrics_address = "127.0.0.1:2"
 
     def __init__(self, num_signals: int) -> None:

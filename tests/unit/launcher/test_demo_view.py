@@ -41,9 +41,12 @@ def test_stream_without_text_prints_nothing() -> None:
     assert lines == []
 
 
-def test_table_has_a_line_per_request() -> None:
+def test_table_has_a_column_per_request_and_a_row_per_figure() -> None:
     timeline = types_pb2.Timeline(ttft_s=0.1234, prefill_worker="prefill-0", decode_worker="d")
     table = timeline_table([("a", Generation(timeline=timeline)), ("b", Generation())])
-    assert table.row_count == 2
-    assert list(table.columns[4].cells) == ["123", "0"]
-    assert list(table.columns[-1].cells) == ["prefill-0 > d", "local > none"]
+    assert [column.header for column in table.columns] == ["", "a", "b"]
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    rows = {name: (first, second) for name, first, second in cells}
+    assert rows["TTFT ms"] == ("123", "0")
+    assert rows["prefill worker"] == ("prefill-0", "none")
+    assert rows["decode worker"] == ("d", "none")

@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.role_commands import (
+    HIDDEN_FIELDS,
     Site,
     environment_of,
     role_command,
@@ -10,7 +11,8 @@ from launcher.role_commands import (
 )
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
-from pdserve.config.load import to_argv
+from pdserve.config.load import from_argv, to_argv
+from pdserve.config.router import RouterConfig
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.request import Role
 
@@ -18,9 +20,11 @@ SITE = Site(
     name="c1",
     host="127.0.0.1",
     port=5000,
+    http_port=5002,
     metrics_port=5001,
     folder=Path("/models/m"),
     redis_url="redis://:secret@127.0.0.1:6379/0",
+    secret="pepper",
 )
 CONFIG = ClusterConfig(
     engine=EngineConfig(model="smollm2-135m", max_num_seqs=7),
@@ -85,10 +89,24 @@ def test_router_serves_the_model_under_the_name_it_was_given() -> None:
     assert named.served_model_name == "mine"
 
 
-def test_password_of_redis_travels_in_the_environment_alone() -> None:
-    for config in (router_config(CONFIG, SITE), *worker_configs(CONFIG, SITE)):
+def test_passwords_keys_and_secrets_travel_in_the_environment_alone() -> None:
+    with_keys = replace(CONFIG, api_keys=("a=secret-key", "secret-other"))
+    for config in (router_config(with_keys, SITE), *worker_configs(with_keys, SITE)):
         assert environment_of(config)["PDSERVE_REDIS"] == SITE.redis_url
-        assert "secret" not in " ".join(to_argv(config, without=("role", "redis_url")))
+        flags = " ".join(to_argv(config, without=("role", *HIDDEN_FIELDS)))
+        assert "secret" not in flags
+        assert "pepper" not in flags
+        assert "secret" not in repr(config).replace(SITE.redis_url, "")
+
+
+def test_router_reads_its_keys_back_and_workers_get_none() -> None:
+    config = router_config(replace(CONFIG, api_keys=("a=k1", "k2")), SITE)
+    argv = to_argv(config, without=HIDDEN_FIELDS)
+    read = from_argv(RouterConfig, argv, environment_of(config), program="pdserve router")
+    assert read == config
+    for worker in worker_configs(CONFIG, SITE):
+        assert environment_of(worker)["PDSERVE_API_KEY"] == ""
+        assert environment_of(worker)["PDSERVE_CLUSTER_SECRET"] == ""
 
 
 def test_each_role_has_its_own_module() -> None:

@@ -40,6 +40,34 @@ def test_the_product_is_that_of_torch(backend: LinearBackend, has_bias: bool) ->
     torch.testing.assert_close(Linear(weight, bias, backend)(rows_in), expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 70])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("scratch_values", [64, 200, 1 << 16])
+def test_a_weight_widened_part_by_part_gives_the_product(
+    num_rows: int, has_bias: bool, scratch_values: int
+) -> None:
+    weight, rows_in = random(96, 64).bfloat16(), random(num_rows, 64).bfloat16()
+    bias = random(96).bfloat16() if has_bias else None
+    backend = LinearBackend(is_packed=False, scratch=torch.empty(scratch_values))
+    found = Linear(weight, bias, backend)(rows_in)
+    expected = functional.linear(
+        rows_in.float(), weight.float(), None if bias is None else bias.float()
+    )
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, atol=0.05, rtol=0.02)
+
+
+def test_bfloat16_is_widened_only_where_it_cannot_be_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_module, "_can_pack", lambda _: True)
+    assert choose_backend(torch.bfloat16, [(8, 8)]).scratch is None
+    monkeypatch.setattr(linear_module, "_can_pack", lambda _: False)
+    scratch = choose_backend(torch.bfloat16, [(8, 1 << 20)]).scratch
+    assert scratch is not None
+    assert scratch.numel() == 1 << 20
+
+
 def test_few_rows_are_padded_and_cut_again() -> None:
     weight, rows_in = random(96, 64), random(3, 64)
     padded = Linear(weight, None, LinearBackend(is_packed=False, min_rows=16))

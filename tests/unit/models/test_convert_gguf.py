@@ -1,5 +1,5 @@
-import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -9,71 +9,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from pdserve.errors import ConfigError
-from pdserve.models.convert_gguf import LAYER_TENSORS, OUTER_TENSORS, convert_gguf
+from pdserve.models.convert_gguf import convert_gguf
 from pdserve.models.folder import read_model_config
-from tests.support.tiny_models import CHAT_TEMPLATE
+from tests.support.gguf_files import write_gguf
 
 TEXTS = ("It's 2024, isn't it?", "caf\u00e9 \u4e16\u754c \U0001f30d", "a  b\n\nc <|im_end|> d")
-
-
-def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Orders rotary rows as llama.cpp's converter does."""
-    rows, columns = weight.shape
-    halves = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
-    return halves.swapaxes(1, 2).reshape(rows, columns)
-
-
-def write_gguf(path: Path, source: Path, pre_tokenizer: str, **over: object) -> Path:
-    """Writes a model folder as GGUF."""
-    config = read_model_config(source)
-    name = config.architecture
-    writer = gguf.GGUFWriter(path, str(over.get("architecture", name)))
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    if "scaling" in over:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if index < 3 else 1 for index in range(len(tokens))])
-    writer.add_token_merges(merges_of(tokenizer))
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    heads_of = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-    names = {checkpoint: outer for outer, checkpoint in OUTER_TENSORS.items()}
-    parts = {checkpoint: part for part, checkpoint in LAYER_TENSORS.items()}
-    for checkpoint, tensor in load_file(source / "model.safetensors").items():
-        values = tensor.numpy()
-        if checkpoint in names:
-            writer.add_tensor(names[checkpoint], values)
-            continue
-        _, _, index, rest = checkpoint.split(".", 3)
-        stem, _, kind = rest.rpartition(".")
-        part = parts[stem]
-        if name == "llama" and part in heads_of:
-            values = permute(values, heads_of[part])
-        writer.add_tensor(f"blk.{index}.{part}.{kind}", np.ascontiguousarray(values))
-    if "extra_tensor" in over:
-        writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def merges_of(tokenizer: Tokenizer) -> list[str]:
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    return [" ".join(pair) for pair in merges]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -121,12 +61,30 @@ def test_a_cut_off_file_is_refused(tiny_llama_folder: Path, tmp_path: Path) -> N
         convert_gguf(path, tmp_path / "out")
 
 
+def add_longrope(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+
+
+def add_expert(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.0.ffn_gate_inp.weight", np.ones((4, 64), dtype=np.float32))
+
+
+def add_rope_freqs(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("rope_freqs.weight", np.linspace(1, 8, 8, dtype=np.float32))
+
+
+def add_partial_rotary(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_dimension_count(8)
+
+
 @pytest.mark.parametrize(
     ("pre_tokenizer", "over", "message"),
     [
         ("gpt-2", {"architecture": "gemma3"}, "architecture 'gemma3' is not supported"),
-        ("gpt-2", {"scaling": True}, "rope scaling 'yarn' is not supported"),
-        ("gpt-2", {"extra_tensor": True}, "tensor rope_freqs.weight is not supported"),
+        ("gpt-2", {"extend": add_longrope}, "rope scaling 'longrope' is not supported"),
+        ("gpt-2", {"extend": add_expert}, r"tensor blk\.0\.ffn_gate_inp\.weight is not supported"),
+        ("gpt-2", {"extend": add_rope_freqs}, r"rope_freqs\.weight is not that of Llama 3"),
+        ("gpt-2", {"extend": add_partial_rotary}, "rope.dimension_count must be the head's 16"),
         ("tekken", {}, "pre-tokenizer 'tekken' is not supported"),
     ],
 )
@@ -134,7 +92,7 @@ def test_what_is_not_supported_is_named_and_leaves_nothing_behind(
     tiny_llama_folder: Path,
     tmp_path: Path,
     pre_tokenizer: str,
-    over: dict[str, object],
+    over: dict[str, Any],
     message: str,
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_llama_folder, pre_tokenizer, **over)

@@ -48,11 +48,11 @@ def test_absent_kv_heads_means_one_per_query_head(tmp_path: Path) -> None:
     assert read_model_config(folder_with(tmp_path, num_key_value_heads=None)).num_kv_heads == 4
 
 
-def test_qwen2_has_biases_and_mistral_is_a_llama(tmp_path: Path) -> None:
+def test_qwen2_has_biases_and_mistral_may_have_no_window(tmp_path: Path) -> None:
     qwen = read_model_config(folder_with(tmp_path, architectures=["Qwen2ForCausalLM"]))
     assert (qwen.architecture, qwen.has_qkv_bias) == ("qwen2", True)
     mistral = folder_with(tmp_path, architectures=["MistralForCausalLM"], sliding_window=None)
-    assert read_model_config(mistral).architecture == "llama"
+    assert read_model_config(mistral).architecture == "mistral"
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,11 @@ def test_the_rope_base_is_read_from_either_place(
         ({"vocab_size": "many"}, "vocab_size must be an integer"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads 3, got 4"),
         ({"head_dim": 15}, "head_dim must be even"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-        ({"attention_bias": True}, "attention_bias is not supported"),
-        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
-        ({"sliding_window": 128}, "sliding_window is not supported, got 128"),
+        ({"sliding_window": 128}, "sliding_window is not supported for Llama, got 128"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
         ({"eos_token_id": "x"}, "eos_token_id must be token ids"),
     ],
@@ -98,6 +95,110 @@ def test_what_is_not_supported_is_named(
     with pytest.raises(ConfigError, match=message) as caught:
         read_model_config(folder_with(tmp_path, **over))
     assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "must be at least 1, got 0.5"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": "x"}}, "factor must be a number"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "high_freq_factor must exceed low_freq_factor",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "per kind of layer is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor must be 1\.0",
+        ),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "at least 4"),
+    ],
+)
+def test_a_rope_scaling_that_cannot_be_followed_is_named(
+    tmp_path: Path, over: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(folder_with(tmp_path, **over))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 1.5}, 768),
+        ({"rope_type": "yarn", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            512,
+        ),
+    ],
+)
+def test_the_longest_context_is_that_after_scaling(
+    tmp_path: Path, scaling: dict[str, object], length: int
+) -> None:
+    assert read_model_config(folder_with(tmp_path, rope_scaling=scaling)).max_position == length
+
+
+def test_the_defaults_of_each_family_are_those_of_transformers(tmp_path: Path) -> None:
+    bare = {"num_hidden_layers": 5, "rope_theta": None, "head_dim": None}
+    smol = read_model_config(folder_with(tmp_path, architectures=["SmolLM3ForCausalLM"], **bare))
+    assert (smol.rope_theta, smol.has_tied_embeddings) == (2_000_000.0, True)
+    assert (smol.unrotated_layers, smol.windowed_layers) == ({3}, set())
+    qwen = read_model_config(folder_with(tmp_path, architectures=["Qwen3ForCausalLM"], **bare))
+    assert (qwen.rope_theta, qwen.head_dim, qwen.has_qk_norm) == (10000.0, 128, True)
+    assert not qwen.has_qkv_bias
+    mistral = read_model_config(
+        folder_with(tmp_path, architectures=["MistralForCausalLM"], max_position_embeddings=9000)
+    )
+    assert [mistral.window_of(layer) for layer in range(2)] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "over", "message"),
+    [
+        ("Mistral", {"attention_bias": True}, "attention_bias is not supported"),
+        ("Qwen2", {"mlp_bias": True}, "mlp_bias is not supported"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
+        (
+            "Qwen3",
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "for each of 2 layers",
+        ),
+        (
+            "Qwen2",
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": -1},
+            "max_window_layers must be",
+        ),
+        ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers must be 0 or 1 for each of 2 layers"),
+        ("SmolLM3", {"no_rope_layers": [1, [0]]}, "no_rope_layers must be 0 or 1"),
+    ],
+)
+def test_what_a_family_does_not_know_is_named(
+    tmp_path: Path, architecture: str, over: dict[str, object], message: str
+) -> None:
+    folder = folder_with(tmp_path, architectures=[f"{architecture}ForCausalLM"], **over)
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(folder)
 
 
 def test_E9_a_model_that_brings_its_own_code_is_refused(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from pdserve.errors import NoWorker, Overloaded, TooLong
@@ -202,3 +204,24 @@ def test_the_retry_hint_follows_how_fast_places_become_free():
     for _ in range(9):
         admission.admit()
     assert 10 * admission.retry_after_s == pytest.approx(slow_s)
+
+
+@pytest.mark.parametrize(
+    ("limit", "cached", "decode"),
+    [
+        (0, {"d1": 10}, None),
+        (3, {"d1": 6}, None),
+        (3, {"d1": 7}, "d1"),
+        (3, {"d0": 8, "d1": 9}, "d0"),
+        (10, {}, "d0"),
+    ],
+)
+def test_a_prompt_with_a_short_uncached_rest_is_prefilled_where_it_is_cached(
+    limit: int, cached: dict[str, int], decode: str | None
+) -> None:
+    workers = [_view("p0"), _view("d0"), _view("d1", load=5)]
+    demand = replace(_demand(**cached), max_local_blocks=limit)
+    choice = choose_pair(workers, demand, has_prefill_pool=True)
+    assert (choice.path == "local") == (decode is not None)
+    if decode is not None:
+        assert (choice.prefill, choice.decode.worker_id) == (None, decode)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = (
     "import sys; from pdserve.config.router import RouterConfig; from router.server import run; "
     "sys.exit(run(RouterConfig(model=sys.argv[1], redis_url='redis://127.0.0.1:1/0', "
-    "port=int(sys.argv[2]), drain_timeout_s=5.0)))"
+    "port=int(sys.argv[2]), http_port=0, drain_timeout_s=5.0)))"
 )
 
 

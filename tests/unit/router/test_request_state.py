@@ -168,14 +168,18 @@ def test_an_orphan_that_is_refused_keeps_its_priority():
     assert state.begin_attempt(Placement(prefill=P1, decode=D1), None).is_priority
 
 
-def test_a_dead_decode_worker_before_the_acknowledgement_waits_for_prefill():
+def test_a_dead_decode_worker_before_the_acknowledgement_is_replaced_at_once():
     state = _placed()
     state.apply(P0, _update(0, 10))
     assert not state.lose_worker(D0)
-    assert state.phase is Phase.PREFILLING
+    assert state.phase is Phase.UNPLACED
+    assert state.holders() == (P0,)
     state.apply(P0, _update(1, **NEEDS))
     assert state.phase is Phase.UNPLACED
     assert state.begin_placement(D1) == 2
+    state.apply(P0, _update(1, **NEEDS))
+    state.apply(P0, _update(1, **HANDED_OFF))
+    assert state.phase is Phase.PREFILLING
     assert not state.is_current(D0, _update(1, 11, decode_attempt=1))
     assert _ids(state.apply(D1, _update(1, 11, decode_attempt=2))) == [11]
 

@@ -260,10 +260,10 @@ async def test_D12_a_message_over_the_limit_is_refused_with_both_sizes(text_fold
 async def test_a_defect_of_the_router_is_internal_and_shows_nothing(cluster, monkeypatch):
     await _pair(cluster)
 
-    async def fail(*_: object) -> None:
+    async def fail(*_: object, **__: object) -> None:
         raise KeyError("inner detail")
 
-    monkeypatch.setattr(cluster.front.service._maker, "make", fail)
+    monkeypatch.setattr(cluster.front.intake.maker, "make", fail)
     result = await generate(cluster)
     assert isinstance(result.error, InternalError)
     assert "inner detail" not in str(result.error)
@@ -294,7 +294,7 @@ async def test_C15_a_draining_front_refuses_new_work_and_finishes_the_old(cluste
         running = asyncio.create_task(generate(cluster, request_for(max_tokens=30)))
         await eventually(lambda: cluster.front.dispatcher.num_in_flight == 1)
         draining = asyncio.create_task(cluster.front.drain(10.0))
-        await eventually(lambda: cluster.front.service.is_draining)
+        await eventually(lambda: cluster.front.intake.is_draining)
         assert isinstance((await generate(cluster)).error, NoWorker)
         assert (await running).token_ids == expected_tokens(PROMPT, 30)
         await draining

@@ -1,0 +1,115 @@
+"""The one door for requests, whatever protocol they came by."""
+
+import logging
+from collections.abc import AsyncIterator
+
+from pdserve.errors import InternalError, NoWorker, PdserveError
+from pdserve.rpc.v1 import inference_pb2
+from pdserve.timeline import Clock
+from router.active import ActiveRequest
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.output import Delta
+from router.prompt import PLAIN_PROMPT, PromptOptions, RequestMaker, mint_handoff_id
+from router.tenants import Tenant, narrow_salt
+
+logger = logging.getLogger(__name__)
+
+Event = inference_pb2.TokenChunk | inference_pb2.Completion
+
+
+class Intake:
+    """Checks, admits and starts requests; every refusal is counted once."""
+
+    def __init__(
+        self,
+        maker: RequestMaker,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        clock: Clock,
+        default_timeout_s: float | None,
+    ) -> None:
+        """Takes the parts of one front."""
+        self.maker = maker
+        self.dispatcher = dispatcher
+        self._metrics = metrics
+        self._clock = clock
+        self._default_timeout_s = default_timeout_s
+        self.is_draining = False
+        """Set once, when the front begins to drain."""
+
+    async def start(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        tenant: Tenant,
+        *,
+        timeout_s: float | None = None,
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> ActiveRequest:
+        """Starts a request; who calls this owns it and cancels it when the client goes away.
+
+        Args:
+            wire: what the client asks for, nothing of it checked yet.
+            tenant: on whose behalf.
+            timeout_s: the client's own time budget.
+            options: how the prompt becomes tokens.
+
+        Raises:
+            PdserveError: it is refused, and why.
+        """
+        try:
+            return await self._start(wire, tenant, timeout_s, options)
+        except PdserveError as error:
+            self._metrics.note_shed(error)
+            raise
+        except Exception as error:
+            logger.exception("a request could not be started")
+            failure = InternalError("the router failed on this request")
+            self._metrics.note_shed(failure)
+            raise failure from error
+
+    async def _start(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        tenant: Tenant,
+        timeout_s: float | None,
+        options: PromptOptions,
+    ) -> ActiveRequest:
+        self._check_draining()
+        limits_s = [limit for limit in (timeout_s, self._default_timeout_s) if limit is not None]
+        received_s = self._clock.now()
+        salt = narrow_salt(tenant.salt, options.cache_salt)
+        made = await self.maker.make(
+            wire, min(limits_s, default=None), tenant_salt=salt, options=options
+        )
+        self._check_draining()
+        return self.dispatcher.start(
+            made, mint_handoff_id(), received_s=received_s, tenant=tenant.name
+        )
+
+    def _check_draining(self) -> None:
+        if self.is_draining:
+            raise NoWorker("this router is draining")
+
+
+async def events_of(active: ActiveRequest) -> AsyncIterator[Event]:
+    """Yields a request's chunks as they come, and its completion.
+
+    Raises:
+        PdserveError: it ended with an error.
+    """
+    async for delta in active.buffer.deltas():
+        yield token_chunk(delta)
+    ending = active.buffer.ending
+    assert ending is not None, "deltas end with the ending"
+    if ending.error is not None:
+        raise ending.error
+    assert ending.completion is not None
+    yield ending.completion
+
+
+def token_chunk(delta: Delta) -> inference_pb2.TokenChunk:
+    """Encodes new output; every request has one sample so far, with index 0."""
+    return inference_pb2.TokenChunk(
+        index=0, token_ids=delta.token_ids, text=delta.text, logprobs=delta.logprobs
+    )

@@ -1,0 +1,100 @@
+"""Reads a request's body within bounds: bytes, time, number of values, depth."""
+
+import asyncio
+import json
+from typing import NoReturn
+
+from starlette.requests import Request
+
+from pdserve.errors import InvalidField
+from router.openai.errors import HttpRefusal
+
+BODY_TIMEOUT_S = 60.0
+"""A client that has not sent all of its body by then is refused."""
+MAX_DEPTH = 32
+MAX_VALUES = 1_000_000
+"""Commas and brackets: bounds what 16 MiB of `[],[],` would become in memory."""
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, object]:
+    """Reads and parses a JSON object.
+
+    Only `application/json` is taken: a browser asks for leave (CORS) before it sends that to
+    another origin, so that no web page can use a server on its visitor's loopback.
+
+    Raises:
+        HttpRefusal: 408 too slow, 413 too large, 415 another content type.
+        InvalidField: no JSON object, or one that is nested too deeply.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HttpRefusal(
+            415, "unsupported_media_type", "the body must be sent as Content-Type: application/json"
+        )
+    return parse_object(await _read_body(request, max_bytes))
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    too_large = HttpRefusal(413, "body_too_large", f"the body must be at most {max_bytes} bytes")
+    announced = request.headers.get("content-length", "")
+    # The HTTP parser has refused what is no number.
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise HttpRefusal(
+            408, "body_timeout", f"the body did not come within {BODY_TIMEOUT_S:g} s"
+        ) from None
+    return b"".join(parts)
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """Parses a JSON object within the bounds of depth and number of values.
+
+    Raises:
+        InvalidField: it is none; the field is `body`.
+    """
+    num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if num_values > MAX_VALUES:
+        raise InvalidField("body", num_values, f"of at most {MAX_VALUES} values")
+    try:
+        found: object = json.loads(body, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise InvalidField("body", f"{len(body)} bytes", f"JSON ({str(error)[:100]})") from None
+    if not isinstance(found, dict):
+        raise InvalidField("body", type(found).__name__, "a JSON object")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(found)
+    return found
+
+
+def _check_depth(top: dict[str, object]) -> None:
+    level: list[object] = [top]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for one in level:
+            values = one.values() if isinstance(one, dict) else one
+            assert not isinstance(values, str | bytes)
+            inner += [value for value in values if isinstance(value, dict | list)]  # type: ignore[attr-defined]
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _too_deep() -> InvalidField:
+    return InvalidField("body", "a deeper one", f"nested at most {MAX_DEPTH} levels deep")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,119 @@
+"""Which request fields are supported, ignored or refused; the table in docs/http.md is made of it.
+
+A refused field may be given its neutral value, which asks for nothing.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from pdserve.errors import InvalidField
+from pdserve.log import safe_id
+from router.openai.fields import Fields, brief
+
+logger = logging.getLogger(__name__)
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids"),
+    *("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
+)
+COMMON = (
+    *("model", "stream", "stream_options", "max_tokens", "logprobs", "return_token_ids"),
+    *("add_special_tokens", "cache_salt"),
+)
+SUPPORTED: Mapping[str, tuple[str, ...]] = {
+    "/v1/chat/completions": (
+        *COMMON,
+        *SAMPLING,
+        *("messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt"),
+    ),
+    "/v1/completions": (*COMMON, *SAMPLING, "prompt", "echo"),
+}
+"""Read and acted on; what the engine cannot do yet is refused by the checks that gRPC has too."""
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "verbosity"),
+        *("reasoning_effort", "include_reasoning", "spaces_between_special_tokens"),
+    }
+)
+"""Accepted without a word: they change no output here."""
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "priority": (0,),
+    "return_tokens_as_token_ids": (False,),
+    "logits_processors": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": ({},),
+    "echo": (False,),
+}
+"""Refused by name with 400, but for null and these values; never ignored."""
+MAX_WARNED = 256
+
+
+class UnknownFields:
+    """Warns once per name of an unknown field, for a bounded number of names."""
+
+    def __init__(self) -> None:
+        """Starts without a warning given."""
+        self._warned: set[str] = set()
+
+    def note(self, names: list[str]) -> None:
+        """Warns of names not seen before."""
+        for name in names:
+            shown = safe_id(name)
+            if shown in self._warned or len(self._warned) >= MAX_WARNED:
+                continue
+            self._warned.add(shown)
+            logger.warning("unknown request field ignored", extra={"field_id": shown})
+
+
+def check_rest(fields: Fields, unknown: UnknownFields) -> None:
+    """Checks the fields that no reader has asked for.
+
+    Raises:
+        InvalidField: one of them asks for what is not supported.
+    """
+    strange = []
+    for name in fields.unread():
+        if name in REFUSED:
+            _refuse_unless_neutral(fields, name)
+        elif name not in IGNORED:
+            strange.append(name)
+    unknown.note(strange)
+
+
+def _refuse_unless_neutral(fields: Fields, name: str) -> None:
+    value = fields.raw(name)
+    if value is None or any(_is_same(value, neutral) for neutral in REFUSED[name]):
+        return
+    allowed = " or ".join(["absent", *(repr(neutral) for neutral in REFUSED[name])])
+    raise InvalidField(fields.path_of(name), brief(value), f"{allowed} in this release")
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
