@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pdserve.config.worker import WorkerConfig
 from pdserve.face.rank_process import RankHandlers, RankPlace, RankProcess, start_rank
+from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import make_pair
 from pdserve.rpc.v1 import rank_pb2
@@ -65,10 +66,16 @@ class RankGroup:
 def start_ranks(
     module: str, config: WorkerConfig, incarnation: Incarnation, handlers: RankHandlers
 ) -> RankGroup:
-    """Starts tensor_parallel x pipeline_parallel processes; call from the loop's (main) thread."""
+    """Starts tensor_parallel x pipeline_parallel processes; call from the loop's (main) thread.
+
+    Raises:
+        ConfigError: so many ranks cannot share the model; nothing was started.
+    """
     num_ranks = config.engine.tensor_parallel * config.engine.pipeline_parallel
     if num_ranks == 1:
         return RankGroup((start_rank(module, config, incarnation, handlers),), None)
+    # Here already: the ranks would find out as well, after an import of torch each.
+    geometry_of(read_model_config(Path(config.engine.model)), config.engine)
     folder = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
     pairs = [make_pair() for _ in range(1, num_ranks)]
     fds_of = [tuple(leads.fileno() for leads, _ in pairs)]

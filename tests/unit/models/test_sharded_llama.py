@@ -20,7 +20,7 @@ from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.models.registry import load_model
 from tests.support.generation import compute_logits, make_request, make_slice
 from tests.support.kv import whole_blocks
-from tests.support.tiny_models import make_tiny_llama, make_tiny_qwen2
+from tests.support.tiny_models import make_tiny, make_tiny_llama, make_tiny_qwen2
 
 SIZES = {
     "hidden": 96,
@@ -172,6 +172,24 @@ def test_A15_more_ranks_than_vectors_of_the_feed_forward_part_are_refused(tmp_pa
     engine = EngineConfig(model=str(folder), max_model_len=256, tensor_parallel=4)
     with pytest.raises(ConfigError, match="tensor_parallel must be at most intermediate_size 100"):
         ThreadRanks(folder, engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "over"),
+    [("qwen3", {}), ("mistral", {"sliding_window": 40}), ("smollm3", {})],
+)
+def test_A15_every_family_is_bit_equal_on_ranks_and_stages(
+    tmp_path: Path, family: str, over: dict[str, object]
+) -> None:
+    folder = make_tiny(tmp_path / "m", family, **SIZES, **over)
+    engine = EngineConfig(model=str(folder), max_model_len=256)
+    single = ModelRunner(
+        load_model(folder, engine), KvTensors(geometry_of(read_model_config(folder), engine), 8)
+    )
+    expected = run_steps(lambda part: compute_logits(single, part))
+    ranks = ThreadRanks(folder, replace(engine, tensor_parallel=2, pipeline_parallel=3))
+    for one, other in zip(run_steps(ranks.logits), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
