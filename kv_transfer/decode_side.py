@@ -1,11 +1,11 @@
 """The decode worker's side of all its hand-offs (the ladder is drawn in `protocol.py`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kv_transfer.decode_actions import (
     AnswerCommit,
     AnswerReserve,
+    CancelOutcome,
     DecodeAction,
     RejectFrame,
     Scatter,
@@ -37,15 +37,6 @@ from pdserve.request import HandoffId, Incarnation, Request, RequestId, Reservat
 from pdserve.timeline import Clock
 
 RETRY_AFTER_QUARANTINE_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CancelOutcome:
-    """What a cancel met, and what it causes."""
-
-    was_known: bool
-    """True: a reservation of this request was dropped."""
-    actions: list[DecodeAction]
 
 
 class DecodeHandoffs:

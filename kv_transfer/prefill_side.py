@@ -1,7 +1,7 @@
 """The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
 
-from kv_transfer.lanes import make_pair
-from kv_transfer.plan import Manifest, make_manifest
+from kv_transfer.grants import derive_manifest, list_links
+from kv_transfer.plan import Manifest
 from kv_transfer.prefill_actions import (
     TERMINAL_STAGES,
     DropFrames,
@@ -34,7 +34,6 @@ from kv_transfer.protocol import (
 )
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
-from pdserve.errors import ConfigError
 from pdserve.request import Request, ReservationId
 from pdserve.timeline import Clock
 
@@ -116,16 +115,7 @@ class PrefillHandoff:
         """The links that its frames take; none before the grant."""
         if self._grant is None or self._manifest is None or self._target is None:
             return ()
-        pairs = {(frame.prefill_rank, frame.decode_rank) for frame in self._manifest.frames}
-        return tuple(
-            LinkUse(
-                target=self._target,
-                endpoint=self._grant.links[decode_rank],
-                prefill_rank=prefill_rank,
-                decode_rank=decode_rank,
-            )
-            for prefill_rank, decode_rank in sorted(pairs)
-        )
+        return list_links(self._manifest, self._grant, self._target)
 
     def place(self, target: DecodeTarget) -> list[PrefillAction]:
         """Asks a decode worker for a reservation; ignored unless it is a newer attempt.
@@ -167,8 +157,8 @@ class PrefillHandoff:
             detail = f"refused ({outcome.reason.value}): {outcome.detail}"
             return self._unplace(detail, outcome.retry_after_s, must_abort=False)
         self._grant = outcome
-        manifest = self._derive_manifest(outcome)
-        if manifest is None or manifest.digest != outcome.manifest_digest:
+        manifest = derive_manifest(self._geometry, outcome, len(self.request.token_ids))
+        if manifest is None:
             return self._unplace("the manifests differ", None)
         self._manifest = manifest
         self._renewed_at_s = self._clock.now()
@@ -258,20 +248,6 @@ class PrefillHandoff:
         return self._renew(now)
 
     # Everything below is one step of the above.
-
-    def _derive_manifest(self, grant: Grant) -> Manifest | None:
-        theirs = self._geometry.in_shape(grant.decode_shape)
-        if len(grant.links) != theirs.num_ranks:
-            return None
-        try:
-            return make_manifest(
-                make_pair(self._geometry, theirs, grant.wire_dtype),
-                len(self.request.token_ids),
-                grant.num_cached_tokens,
-                grant.frame_tokens,
-            )
-        except (ConfigError, ValueError):
-            return None
 
     def _push_ready(self) -> list[PrefillAction]:
         if self._grant is None or self._manifest is None or self._target is None:
