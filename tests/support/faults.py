@@ -143,7 +143,8 @@ def _has_work(worker: inference_pb2.WorkerInfo, streams: Sequence[Stream], stage
         case "mid-prefill":
             return load.num_running > 0 if is_prefill else ledger.reservations > 0
         case "mid-transfer":
-            return ledger.leases > 0 if is_prefill else ledger.transfers > 0
+            is_sending = ledger.leases > 0 and load.num_running > 0
+            return is_sending if is_prefill else ledger.transfers > 0
         case "committed":
             return has_first_token and (ledger.leases > 0 if is_prefill else ledger.transfers > 0)
         case "decoding":
