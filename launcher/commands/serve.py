@@ -21,7 +21,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            envvar="PDSERVE_MODEL", help="An alias (smollm2-135m), a .gguf file or a model folder."
+            envvar="PDSERVE_MODEL",
+            help="An alias (smollm2-135m), a .gguf file, a model folder or a hub id (org/name).",
         ),
     ],
     prefill: Annotated[
