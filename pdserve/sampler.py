@@ -14,7 +14,6 @@ Gumbel-max trick (Maddison, Tarlow and Minka, "A* Sampling", section 2) with one
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,20 +63,16 @@ def sample(logits_V: Tensor, row: SamplingRow) -> SampledToken:  # noqa: N803
     return SampledToken(token_id=token_id, logprobs=_logprobs(raw, token_id, row.params.logprobs))
 
 
-def score_tokens(logits_MV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:  # noqa: N803
-    """Returns the log-probabilities of given tokens, one per row.
+def score_token(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprobs:  # noqa: N803
+    """Returns the log-probability of a given token, and the `num_top` most likely ones.
 
     Args:
-        logits_MV: float32 [num_rows, vocab_size]; rows are scored in small groups.
-        token_ids: the token to report of each row.
-        num_top: most likely alternatives to report.
+        logits_V: float32 [vocab_size]; not changed. NaN counts as the least likely.
+        token_id: the token to report.
+        num_top: alternatives to report.
     """
-    least = torch.finfo(logits_MV.dtype).min
-    scored = []
-    for logits, token_id in zip(logits_MV, token_ids, strict=True):
-        raw = torch.nan_to_num(logits, nan=least, neginf=least)
-        scored.append(_logprobs(raw, token_id, num_top))
-    return scored
+    least = torch.finfo(logits_V.dtype).min
+    return _logprobs(torch.nan_to_num(logits_V, nan=least, neginf=least), token_id, num_top)
 
 
 def exponential_noise(

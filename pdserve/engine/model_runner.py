@@ -1,5 +1,7 @@
 """Computes step plans: from token ids and block tables to sampled tokens."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from pdserve.cache.kv_tensors import KvTensors
@@ -13,19 +15,25 @@ from pdserve.request import (
     RequestId,
     SampledToken,
     SamplingParams,
-    TokenLogprobs,
 )
-from pdserve.sampler import SamplingRow, sample, score_tokens
-
-SCORED_ROWS = 32
-"""Rows of a prompt that go through the head at once when their log-probabilities are wanted."""
+from pdserve.sampler import SamplingRow, sample, score_token
 
 
 class ModelRunner:
     """A model and its KV memory. Used by one thread."""
 
-    def __init__(self, model: LlamaModel, kv: KvTensors) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv: KvTensors,
+        announce: Callable[[StepPlan], None] | None = None,
+    ) -> None:
         """Keeps both; neither is copied.
+
+        Args:
+            model: the whole, or this rank's part.
+            kv: its memory.
+            announce: tells the other ranks of a step that is about to be computed.
 
         Raises:
             ValueError: the KV memory was made for another shape of model.
@@ -39,6 +47,7 @@ class ModelRunner:
             )
         self.model = model
         self.kv = kv
+        self._announce = announce
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copies blocks, computes every slice, writes its KV and samples where asked.
@@ -47,40 +56,30 @@ class ModelRunner:
             ValueError: a slice is empty, names tokens or blocks out of range, or is longer than
                 the model allows.
         """
-        for source, target in plan.copies:
-            self.kv.copy_block(source, target)
         self._check(plan)
-        batch = build_batch(plan, self.kv.geometry.block_size)
-        hidden = self.model.hidden(batch, self.kv)
-        prompt_logprobs = {}
-        sample_rows: list[int] = []
-        row = 0
-        for part in plan.slices:
-            num_targets = len(part.prompt_targets)
-            if num_targets:
-                scored = self._score(hidden[row : row + num_targets], part)
-                prompt_logprobs[part.request.request_id] = scored
-            row += num_targets
-            if part.output_index is not None:
-                sample_rows.append(row)
-                row += 1
+        if self._announce is not None:
+            self._announce(plan)
+        # At most a row per token of the step: its token budget bounds the memory.
+        rows = iter(self.compute(plan))
         sampled: dict[RequestId, SampledToken] = {}
-        if sample_rows:
-            parts = [part for part in plan.slices if part.output_index is not None]
-            logits = self.model.logits(hidden[sample_rows])
-            for part, part_logits in zip(parts, logits, strict=True):
-                sampled |= _sample(part, part_logits)
+        prompt_logprobs = {}
+        for part in plan.slices:
+            if part.prompt_targets:
+                num_top = part.request.sampling.prompt_logprobs or 0
+                scored = [
+                    score_token(next(rows), target, num_top) for target in part.prompt_targets
+                ]
+                prompt_logprobs[part.request.request_id] = tuple(scored)
+            if part.output_index is not None:
+                sampled |= _sample(part, next(rows))
         return StepResult(sampled=sampled, prompt_logprobs=prompt_logprobs)
 
-    def _score(self, hidden: Tensor, part: SequenceSlice) -> tuple[TokenLogprobs, ...]:
-        """Scores prompt tokens some rows at a time: logits of a whole chunk would be 50 MB."""
-        num_top = part.request.sampling.prompt_logprobs or 0
-        scored: list[TokenLogprobs] = []
-        for start in range(0, len(part.prompt_targets), SCORED_ROWS):
-            logits = self.model.logits(hidden[start : start + SCORED_ROWS])
-            targets = part.prompt_targets[start : start + SCORED_ROWS]
-            scored += score_tokens(logits, targets, num_top)
-        return tuple(scored)
+    def compute(self, plan: StepPlan) -> Tensor:
+        """Does this rank's part of a step, which all ranks do at once; returns rank 0's logits."""
+        for source, target in plan.copies:
+            self.kv.copy_block(source, target)
+        batch = build_batch(plan, self.kv.geometry.block_size)
+        return self.model.forward(batch, self.kv)
 
     def warm_up(self) -> None:
         """Computes a prompt tile and a decode step, whose KV nobody will read.

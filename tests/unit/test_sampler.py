@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from pdserve.request import SamplingParams
-from pdserve.sampler import SamplingRow, exponential_noise, sample, score_tokens
+from pdserve.sampler import SamplingRow, exponential_noise, sample, score_token
 
 GREEDY = SamplingParams(temperature=0.0)
 GOLDEN_NOISE = [1.3984413980280461, 1.347926573415443, 1.1877107548039318]
@@ -361,10 +361,11 @@ def test_D4_penalties_at_their_limits_give_a_token() -> None:
         assert 0 <= sample(torch.tensor(values), row).token_id < 4
 
 
-def test_given_tokens_are_scored_row_by_row() -> None:
-    rows = torch.stack([logits_of(50, 1), logits_of(50, 2)])
-    scored = score_tokens(rows, (4, 49), 2)
-    expected = rows.double().log_softmax(1)
-    assert [one.token_id for one in scored] == [4, 49]
-    assert scored[1].logprob == pytest.approx(float(expected[1, 49]))
-    assert [i for i, _ in scored[0].top] == expected[0].topk(2).indices.tolist()
+def test_a_given_token_is_scored_whether_likely_or_not() -> None:
+    logits = logits_of(50, 1)
+    expected = logits.double().log_softmax(0)
+    for token_id in (int(logits.argmin()), 4, int(logits.argmax())):
+        scored = score_token(logits, token_id, 2)
+        assert scored.token_id == token_id
+        assert scored.logprob == pytest.approx(float(expected[token_id]))
+        assert [i for i, _ in scored.top] == expected.topk(2).indices.tolist()
