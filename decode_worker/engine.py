@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
-from decode_worker.scheduler import DecodeProgress, DecodeScheduler
+from decode_worker.progress import DecodeProgress
+from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig

@@ -11,10 +11,11 @@ cannot be, since what exceeds the pool alone was refused; so each step takes som
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
 from decode_worker.occupancy import BlockCopy, LetGo, Occupancy
+from decode_worker.progress import DecodeProgress, make_progress
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
@@ -22,7 +23,6 @@ from pdserve.engine.scheduler import (
     SchedulerLedger,
     SchedulerLoad,
     SequenceState,
-    SequenceTimes,
     Stage,
     make_slice,
     num_chunk_tokens,
@@ -30,35 +30,11 @@ from pdserve.engine.scheduler import (
 from pdserve.errors import InvalidField, LocalPrefillRefused, TooLong
 from pdserve.request import (
     BlockId,
-    FinishReason,
     Request,
     RequestId,
-    SampledToken,
     finish_reason_after,
 )
 from pdserve.timeline import Clock
-
-NO_TIMES = SequenceTimes(queue_s=None, prefill_s=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeProgress:
-    """One token that a step made."""
-
-    request_id: RequestId
-    attempt: int
-    token: SampledToken
-    output_index: int
-    finish_reason: FinishReason | None
-    """Set with the last token; the blocks are freed by then."""
-    num_cached_tokens: int
-    """Tokens of the request whose KV came from the prefix cache."""
-    num_computed_here: int
-    """Tokens of the request that this worker computed itself."""
-    has_lost_handoff: bool
-    """They should have been handed off."""
-    times: SequenceTimes
-    """Of a sequence that was prefilled here; all None for a handed-off one."""
 
 
 class DecodeScheduler:
@@ -169,11 +145,10 @@ class DecodeScheduler:
         Args:
             request_id: the request.
             attempt: its attempt.
-            first_tokens: sampled on prefill, by sample index, for the samples that did not end
-                there; their output index is the request's `num_emitted`.
+            first_tokens: by sample index; their output index is the request's `num_emitted`.
 
         Returns:
-            The samples that run now, each as a request of its own.
+            The samples that run now.
 
         Raises:
             StaleAttempt: it is not reserved here (any more).
@@ -181,9 +156,9 @@ class DecodeScheduler:
         occupancy = self._occupancy
         sequence = occupancy.roster.require(request_id, attempt, Stage.RESERVED)
         request = sequence.request
-        for token in first_tokens.values():
-            if finish_reason_after(request, request.num_emitted + 1, token) is not None:
-                raise InvalidField("first_tokens", token, "a token that does not end the output")
+        index = request.num_emitted + 1
+        if any(finish_reason_after(request, index, token) for token in first_tokens.values()):
+            raise InvalidField("first_tokens", first_tokens, "tokens that do not end the output")
         if not first_tokens or not first_tokens.keys() <= set(request.sample_indices):
             raise InvalidField("first_tokens", sorted(first_tokens), "samples of the request")
         sequence.num_computed = len(request.token_ids)
@@ -290,31 +265,14 @@ class DecodeScheduler:
 
     def _book_tokens(
         self, sequence: SequenceState, output_index: int, result: StepResult
-    ) -> list[DecodeProgress]:
+    ) -> tuple[DecodeProgress, ...]:
         """Books the next token of each sample; those that go on run."""
-        request = sequence.request
-        progress: list[DecodeProgress] = []
-        for one in request.samples():
-            token = result.sampled[one.request_id]
-            # Told once: of several samples the first one speaks for the prompt that they share.
-            is_speaker = one.sample_index == request.sample_index
-            progress.append(
-                DecodeProgress(
-                    request_id=one.request_id,
-                    attempt=one.attempt,
-                    token=token,
-                    output_index=output_index,
-                    finish_reason=finish_reason_after(one, output_index + 1, token.token_id),
-                    num_cached_tokens=sequence.num_cached_tokens,
-                    num_computed_here=sequence.num_computed_here,
-                    has_lost_handoff=sequence.has_lost_handoff,
-                    times=sequence.times if is_speaker else NO_TIMES,
-                )
-            )
+        progress = make_progress(sequence, output_index, result)
         self._occupancy.counters.generation_tokens += len(progress)
+        indices = sequence.request.sample_indices
         tokens = {
             index: entry.token.token_id
-            for index, entry in zip(request.sample_indices, progress, strict=True)
+            for index, entry in zip(indices, progress, strict=True)
             if entry.finish_reason is None
         }
         self._occupancy.go_on(sequence, tokens)

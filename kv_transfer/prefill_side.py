@@ -180,12 +180,7 @@ class PrefillHandoff:
         return tuple(self.request.sample(token.sample_index) for token in self._tokens)
 
     def sampled(self, *tokens: FirstToken, is_finished: bool) -> list[PrefillAction]:
-        """Takes the token after the last prompt token, of each sample that it does not end.
-
-        Args:
-            tokens: one for each sample that goes on.
-            is_finished: no sample goes on.
-        """
+        """Takes the next token of each sample that goes on; `is_finished`: none does."""
         if self.is_done:
             return []
         self._num_computed_tokens = len(self.request.token_ids)

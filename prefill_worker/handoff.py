@@ -45,23 +45,12 @@ from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.totals import HandoffTotals
 
 _RETURN_REASONS = {
     ReturnReason.PLACEMENT_TIMEOUT: worker_pb2.Returned.REASON_PLACEMENT_TIMEOUT,
     ReturnReason.TRANSFER_FAILED: worker_pb2.Returned.REASON_TRANSFER_FAILED,
 }
-
-
-@dataclass(slots=True)
-class HandoffTotals:
-    """Counts since start."""
-
-    completed: int = 0
-    failed: int = 0
-    refused: int = 0
-    leases_expired: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)

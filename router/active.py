@@ -11,10 +11,11 @@ from pdserve.errors import PdserveError
 from pdserve.request import FinishReason, HandoffId, Request, RequestId
 from pdserve.rpc.codec import finish_reason_to_wire
 from pdserve.rpc.v1 import inference_pb2, types_pb2
+from router.attempt import Phase
 from router.client_buffer import ClientBuffer
 from router.output import Output
 from router.policy import WorkerKey
-from router.request_state import Phase, RequestState
+from router.request_state import RequestState
 from router.timing import RequestTimes, join_times
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.detokenizer import Detokenizer, TokenTable
+from pdserve.detokenizer import TokenTable
 from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,14 +23,15 @@ from pdserve.rpc.v1 import inference_pb2, worker_pb2
 from pdserve.timeline import Clock
 from router.active import ActiveRequest, ClientCall
 from router.admission import Admission
-from router.client_buffer import ClientBuffer, Ending
+from router.attempt import Finish, Phase, Token
+from router.client_buffer import Ending, make_buffer
 from router.metrics import RouterMetrics
 from router.output import Output
 from router.placer import Placer
 from router.policy import WorkerKey
 from router.prefix_index import hash_granules
 from router.recovery import Limits, Recovery
-from router.request_state import Finish, Phase, RequestState, Token
+from router.request_state import RequestState
 from router.timing import RequestTimes
 from router.worker_pool import WorkerPool
 
@@ -99,7 +100,7 @@ class Dispatcher:
             request=request,
             handoff_id=handoff_id,
             received_s=now_s if received_s is None else received_s,
-            buffer=self._make_buffer(request),
+            buffer=make_buffer(request, self._table, self._limits.max_client_buffer_bytes),
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
             tenant=tenant,
@@ -211,23 +212,6 @@ class Dispatcher:
             self._emit(active, tokens)
         if state.phase is not phase or update.WhichOneof("outcome") is not None:
             self._follow(active)
-
-    def _make_buffer(self, request: Request) -> ClientBuffer:
-        """Returns a buffer that begins with the prompt, if that is asked for."""
-        sampling = request.sampling
-        buffer = ClientBuffer(
-            self._limits.max_client_buffer_bytes,
-            awaits_prompt=sampling.prompt_logprobs is not None and request.num_prompt_tokens > 1,
-        )
-        if sampling.echo:
-            text = Detokenizer(self._table, skip_special_tokens=sampling.skip_special_tokens)
-            pieces = [text.push(token_id) for token_id in request.token_ids]
-            buffer.push_prompt(
-                inference_pb2.PromptChunk(
-                    token_ids=request.token_ids, text="".join((*pieces, text.flush()))
-                )
-            )
-        return buffer
 
     def _emit_prompt(self, active: ActiveRequest, piece: worker_pb2.PromptLogprobs) -> None:
         active.buffer.push_prompt(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pdserve.detokenizer import Detokenizer, StopFinder, TokenTable
 from pdserve.request import FinishReason, SamplingParams
 from pdserve.rpc.v1 import types_pb2
-from router.request_state import Finish, Token
+from router.attempt import Finish, Token
 
 
 @dataclass(kw_only=True, slots=True)

@@ -27,10 +27,11 @@ from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import Clock
 from router.active import ActiveRequest
 from router.admission import Admission
+from router.attempt import Cause, Phase, Placement
 from router.metrics import RouterMetrics
 from router.placer import PlaceQuery, Placer
 from router.policy import Choice, WorkerKey
-from router.request_state import Cause, Phase, Placement, RequestState
+from router.request_state import RequestState
 from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from pdserve.errors import PdserveError
 from pdserve.request import (
@@ -28,66 +27,14 @@ from pdserve.request import (
 )
 from pdserve.rpc.codec import finish_reason_from_wire
 from pdserve.rpc.error_parts import error_from_parts
-from pdserve.rpc.v1 import types_pb2, worker_pb2
+from pdserve.rpc.v1 import worker_pb2
+from router.attempt import Cause, Fence, Finish, Phase, Placement, Token
 from router.policy import WorkerKey
 
 MAX_EARLY_TOKENS = 4096
 """Tokens kept for an index that has not come yet; a gap this wide is a lost message."""
 LOST_DECODE_HOLD_S = 20.0
 """How long to look for another place for a request whose prefill worker has not asked yet."""
-
-
-class Phase(StrEnum):
-    """Where a request stands."""
-
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    UNPLACED = "unplaced"
-    DECODING = "decoding"
-    ENDED = "ended"
-
-
-class Cause(StrEnum):
-    """Why an attempt was given up."""
-
-    WORKER_LOST = "worker_lost"
-    REFUSED = "refused"
-    PREEMPTED = "preempted"
-    DRAINING = "draining"
-    RETURNED = "returned"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
-    """One output token in its place."""
-
-    index: int
-    token_id: int
-    logprob: types_pb2.TokenLogprob | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finish:
-    """A natural end."""
-
-    reason: FinishReason
-    stop_token_id: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """The workers of one attempt."""
-
-    prefill: WorkerKey | None
-    decode: WorkerKey
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fence:
-    """A cancel that a worker must get: this attempt and all older ones are over."""
-
-    worker: WorkerKey
-    attempt: int
 
 
 _CAUSES = {

@@ -89,6 +89,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Writes until the end, or until the dispatcher cuts a client that does not read."""
         task = asyncio.current_task()
         assert task is not None
+        # By itself: a first write that is interrupted would leave it half sent, and no status could
+        # follow (grpcio 1.8x, GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
+        await context.send_initial_metadata(())
         active.buffer.interrupt_with(task.cancel)
         request_id = active.call.request_id
         sequence = 0

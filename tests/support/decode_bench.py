@@ -2,7 +2,8 @@
 
 from decode_worker.admission import Grant, Refusal
 from decode_worker.occupancy import LetGo
-from decode_worker.scheduler import DecodeProgress, DecodeScheduler
+from decode_worker.progress import DecodeProgress
+from decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.batch import SequenceSlice, StepPlan
 from pdserve.request import BlockId, Request, RequestId
 from pdserve.timeline import ManualClock

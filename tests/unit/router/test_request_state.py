@@ -14,8 +14,9 @@ from pdserve.request import (
     WorkerId,
 )
 from pdserve.rpc.v1 import types_pb2, worker_pb2
+from router.attempt import Cause, Finish, Phase, Placement
 from router.policy import WorkerKey
-from router.request_state import Cause, Finish, Phase, Placement, RequestState
+from router.request_state import RequestState
 
 PROMPT = (1, 2, 3)
 EOS = 99
