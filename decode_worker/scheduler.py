@@ -128,11 +128,9 @@ class DecodeScheduler:
     def release_reservation(self, request_id: RequestId, attempt: int) -> bool:
         """Gives a reservation's blocks back; False if there is none (it may be repeated)."""
         sequence = self._occupancy.roster.find(request_id)
-        if (
-            sequence is None
-            or sequence.request.attempt != attempt
-            or sequence.stage is not Stage.RESERVED
-        ):
+        if sequence is None or sequence.request.attempt != attempt:
+            return False
+        if sequence.stage is not Stage.RESERVED:
             return False
         self._occupancy.drop(sequence)
         return True
@@ -145,7 +143,7 @@ class DecodeScheduler:
         Args:
             request_id: the request.
             attempt: its attempt.
-            first_tokens: by sample index; their output index is the request's `num_emitted`.
+            first_tokens: by sample index, for samples that go on; all have the same output index.
 
         Returns:
             The samples that run now.
@@ -156,8 +154,8 @@ class DecodeScheduler:
         occupancy = self._occupancy
         sequence = occupancy.roster.require(request_id, attempt, Stage.RESERVED)
         request = sequence.request
-        index = request.num_emitted + 1
-        if any(finish_reason_after(request, index, token) for token in first_tokens.values()):
+        count = request.num_emitted + 1
+        if any(finish_reason_after(request, count, token) for token in first_tokens.values()):
             raise InvalidField("first_tokens", first_tokens, "tokens that do not end the output")
         if not first_tokens or not first_tokens.keys() <= set(request.sample_indices):
             raise InvalidField("first_tokens", sorted(first_tokens), "samples of the request")
@@ -279,7 +277,7 @@ class DecodeScheduler:
         return progress
 
     def take_let_go(self) -> tuple[LetGo, ...]:
-        """Names, once, the sequences given up since the last call: ask after each plan."""
+        """Names, once, what was given up since the last call: ask after each plan."""
         return self._occupancy.take_let_go()
 
     def drain(self) -> tuple[LetGo, ...]:
