@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from launcher.place import LocalPlace
 from launcher.replica import Replica
 from launcher.supervision import LeaseWatch
 
@@ -17,7 +18,9 @@ def replicas() -> Iterator[list[Replica]]:
 
 
 def python(code: str, lines: list[str], replicas: list[Replica], **watch: object) -> Replica:
-    replica = Replica("r0", [sys.executable, "-c", code], {}, lines.append, **watch)  # type: ignore[arg-type]
+    replica = Replica(
+        "r0", [sys.executable, "-c", code], {}, lines.append, place=LocalPlace(), **watch
+    )  # type: ignore[arg-type]
     replicas.append(replica)
     replica.start()
     return replica
