@@ -96,7 +96,7 @@ class LocalCluster:
         return None if router is None else router.pid
 
     def members(self) -> tuple[Member, ...]:
-        """Returns all replicas, prefill first, with their pids and records."""
+        """Returns all replicas, oldest first, with their pids and records."""
         return self._supervisor.members()
 
     def member(self, worker_id: str) -> Member:

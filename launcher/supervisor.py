@@ -89,7 +89,7 @@ class Supervisor:
         self.error: Exception | None = None
 
     def members(self) -> tuple[Member, ...]:
-        """Returns all replicas, prefill first; any thread may call."""
+        """Returns all replicas, oldest first; any thread may call."""
         records = self.records
         return tuple(
             Member(
