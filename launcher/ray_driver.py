@@ -106,7 +106,7 @@ class FaceLife:
         )
         assert isinstance(actor, ActorHandle), "not a local-mode object"
         self._actor = actor
-        started = actor.start.remote(order.name, order.argv, dict(order.env))
+        started: ray.ObjectRef[int] = actor.start.remote(order.name, order.argv, dict(order.env))
         yield from _await(started)
         self._send(FaceStarted(life=order.life, pid=ray.get(started)))
         while True:

@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--dashboard", action="store_true")
     options = parser.parse_args()
     channel = BlockingChannel(socket.socket(fileno=options.channel_fd))
+    where = options.address
     try:
         if options.address is not None:
             context = ray.init(
@@ -45,11 +46,13 @@ def main() -> int:
             )
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        sys.stderr.write(f"Ray does not start or answer: {line}\n")
+        what = "Ray does not start" if where is None else f"Ray at {where} does not answer"
+        sys.stderr.write(f"{what}: {line}\n")
         return 2
     raylets = _raylets()
-    where = options.address or f"{len(raylets)} node on loopback, {options.num_cpus} CPUs"
-    sys.stderr.write(f"connected to Ray {ray.__version__}: {where}\n")
+    sys.stderr.write(
+        f"connected to Ray at {context.address_info['gcs_address']} ({ray.__version__})\n"
+    )
     if context.dashboard_url:
         sys.stderr.write(f"dashboard http://{context.dashboard_url}\n")
     driver = RayDriver(channel, lambda: all(is_running(pid) for pid in raylets))
