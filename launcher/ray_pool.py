@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE
+from urllib.parse import urlsplit
 
 import launcher
 from launcher.place import Child, OutputReader
@@ -39,6 +40,7 @@ from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 _KILL_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_LINE_CHARS = 300
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +259,7 @@ def _environment(config: RayConfig) -> dict[str, str]:
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
     }
-    if config.address is None:
+    if config.address is None or urlsplit(f"//{config.address}").hostname in _LOOPBACK:
         # On Linux Ray turns 127.0.0.1 into the machine's outer address and listens on all of them,
         # unless clusters of several machines are switched off by this name (ray 2.60).
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

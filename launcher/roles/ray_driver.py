@@ -13,6 +13,7 @@ from launcher.ray_driver import RayDriver
 from pdserve.process import is_running, list_descendants
 from pdserve.rpc.channel import BlockingChannel
 
+_CONNECT_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes; nothing of ours goes there."""
 
@@ -30,6 +31,7 @@ def main() -> int:
     where = options.address
     try:
         if options.address is not None:
+            _check_answers(options.address)
             context = ray.init(
                 address=options.address, log_to_driver=False, logging_level=logging.ERROR
             )
@@ -62,6 +64,17 @@ def main() -> int:
     if options.address is not None:
         ray.shutdown()
     return 0
+
+
+def _check_answers(address: str) -> None:
+    """Fails early: Ray itself tries for over a minute.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    host, _, port = address.rpartition(":")
+    if host and "/" not in address and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
 
 
 def _raylets() -> list[int]:

@@ -1,6 +1,7 @@
 """Replicas as actors of a real Ray cluster: loopback only, killed at every level, nothing left."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -66,7 +67,16 @@ class RayHarness(ClusterHarness):
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(tiny_llama_folder: Path) -> Iterator[RayHarness]:  # noqa: F811
+def ray_token() -> Iterator[None]:
+    """A token of this test's own: Ray asks it of everyone who joins."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tiny_llama_folder: Path, ray_token: None) -> Iterator[RayHarness]:  # noqa: F811
     harness = RayHarness(tiny_llama_folder)
     try:
         harness.cluster.start()
@@ -174,11 +184,17 @@ def test_second_cluster_joins_by_address_and_leaves_the_first_and_an_empty_objec
         command_of=stand_in,
         place=RayPlace(RayConfig(address=address), report=lines.append),
     )
-    with guest:
+    try:
+        guest.start()
         pids = guest.pids()
         asked = subprocess.run(
             [sys.executable, "-c", GUEST, address], cwd=ROOT, capture_output=True, text=True
         )
+    except BaseException:
+        print("\n".join(lines))
+        raise
+    finally:
+        guest.stop()
     assert asked.stdout.split() == ["0.0", "4.0"], asked.stderr
     wait_until(lambda: not any(map(is_running, pids)), GONE_S)
     assert all(member.record is not None for member in ray_cluster.cluster.members())
@@ -251,11 +267,11 @@ def wait_ready(serve: "subprocess.Popen[str]", lines: list[str]) -> None:
     wait_until(lambda: any(line.startswith("ready after") for line in list(lines)), 90.0)
 
 
-def test_ray_address_that_does_not_answer_is_one_clear_error(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (tmp_path / name).write_text("{}")
-    argv = [sys.executable, "-m", "launcher.cli", "serve", str(tmp_path), "--port", "0"]
-    argv += ["--http-port", "0", "--launcher", "ray", "--ray-address", "127.0.0.1:1"]
+def test_ray_address_that_does_not_answer_is_one_clear_error(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    argv = [sys.executable, "-m", "launcher.cli", "serve", str(tiny_llama_folder), "--port", "0"]
+    argv += ["--no-http", "--launcher", "ray", "--ray-address", "127.0.0.1:1"]
     found = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
     assert found.stderr.splitlines()[-1].startswith("pdserve: Ray at 127.0.0.1:1 does not answer")
