@@ -53,7 +53,7 @@ def main() -> int:
         return 2
     raylets = _raylets()
     sys.stderr.write(
-        f"connected to Ray at {context.address_info['gcs_address']} ({ray.__version__})\n"
+        f"connected to Ray at {ray.get_runtime_context().gcs_address} ({ray.__version__})\n"
     )
     if context.dashboard_url:
         sys.stderr.write(f"dashboard http://{context.dashboard_url}\n")

@@ -156,7 +156,7 @@ ADOPTED = """
 import os, subprocess, sys, time
 from pdserve.process import adopt_orphans, list_descendants
 adopt_orphans()
-middle = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
+middle = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
 found = subprocess.run([sys.executable, "-c", middle], capture_output=True, check=True)
 orphan = int(found.stdout)
 print(orphan, list_descendants(os.getpid()) == [orphan], flush=True)

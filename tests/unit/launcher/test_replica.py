@@ -84,7 +84,7 @@ def test_C9_frozen_child_is_killed(replicas: list[Replica]) -> None:
 
 
 def test_killing_what_never_started_does_nothing() -> None:
-    Replica("r0", ["nothing"], {}, lambda _: None, place=LocalPlace()).kill(
+    Replica("r0", ["nothing"], {}, lambda _: None, place=LocalPlace()).kill()
 
 
 def test_retired_child_drains_and_is_not_started_again(replicas: list[Replica]) -> None:
