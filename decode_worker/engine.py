@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
 from decode_worker.scheduler import DecodeProgress, DecodeScheduler
-from kv_transfer.events import FrameLanded, LinkDown
+from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
+from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import Stage
@@ -59,10 +60,14 @@ class DecodeEngine:
         match event:
             case FrameLanded():
                 self._landing.frame_landed(event)
+            case FrameUnloaded():
+                self._landing.frame_unloaded(event)
             case LinkDown():
                 self._landing.link_down(event)
             case rank_pb2.ToRank():
                 self._handle_message(event)
+            case rank_pb2.FromFollower():
+                self.handle(event_from_wire(event))
             case _:
                 raise AssertionError(f"unknown event {event!r}")
         self._open_started()

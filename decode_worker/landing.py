@@ -16,9 +16,8 @@ from kv_transfer.decode_actions import (
 )
 from kv_transfer.decode_counters import DecodeCounters
 from kv_transfer.decode_side import DecodeHandoffs
-from kv_transfer.events import FrameLanded, LinkDown
-from kv_transfer.transport import FrameReceiver
-from pdserve.cache.kv_tensors import KvTensors
+from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
+from kv_transfer.shipping import Unloader, UnloadFrame, region_of
 from pdserve.errors import InvalidField
 from pdserve.rank.outbox import Outbox
 from pdserve.request import Request, RequestId
@@ -43,15 +42,15 @@ class LandingDesk:
         handoffs: DecodeHandoffs,
         reserver: SchedulerReserver,
         scheduler: DecodeScheduler,
-        kv: KvTensors,
-        links: FrameReceiver,
+        unloader: Unloader,
+        block_size: int,
         outbox: Outbox,
     ) -> None:
         self._handoffs = handoffs
         self._reserver = reserver
         self._scheduler = scheduler
-        self._kv = kv
-        self._links = links
+        self._unloader = unloader
+        self._block_size = block_size
         self._outbox = outbox
         self._started: list[Started] = []
 
@@ -103,6 +102,10 @@ class LandingDesk:
         """Checks a frame and copies it into its blocks."""
         self._run(self._handoffs.frame_landed(event))
 
+    def frame_unloaded(self, event: FrameUnloaded) -> None:
+        """Notes that another rank has copied a frame into its blocks."""
+        self._run(self._handoffs.frame_scattered(event.reservation_id, event.frame_index))
+
     def link_down(self, event: LinkDown) -> None:
         """Drops what a dead link had not delivered."""
         self._run(self._handoffs.link_down(event.link))
@@ -148,7 +151,7 @@ class LandingDesk:
                 case Scatter():
                     self._scatter(action)
                 case RejectFrame():
-                    self._links.release_slot(action.landed)
+                    self._unloader.reject(action.landed)
                 case Start():
                     self._start(action)
 
@@ -156,11 +159,9 @@ class LandingDesk:
         frame = action.frame
         request_id, attempt = self._reserver.key(action.reservation_id)
         table = self._scheduler.block_table(request_id, attempt)
-        block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
-        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
-        self._kv.scatter(block_ids, layers, self._links.payload(action.landed))
-        self._links.release_slot(action.landed)
-        self._run(self._handoffs.frame_scattered(action.reservation_id, frame.index))
+        region = region_of(frame, table, self._block_size)
+        if self._unloader.unload(UnloadFrame(landed=action.landed, region=region)):
+            self._run(self._handoffs.frame_scattered(action.reservation_id, frame.index))
 
     def _start(self, action: Start) -> None:
         self._reserver.start(action.reservation_id, action.first_token.token_id)
@@ -169,8 +170,8 @@ class LandingDesk:
 
     def describe_links(self) -> list[inference_pb2.LinkInfo]:
         """Returns the live links for status pages."""
-        return codec.links_to_wire(self._links.links())
+        return codec.links_to_wire(self._unloader.links())
 
     def close(self) -> None:
         """Closes every link and the listening socket."""
-        self._links.close()
+        self._unloader.close()

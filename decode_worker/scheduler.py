@@ -220,7 +220,7 @@ class DecodeScheduler:
         if limit is not None and num_to_compute > limit:
             raise LocalPrefillRefused(
                 f"{num_to_compute} prompt tokens to compute, this worker may compute {limit} "
-                "(max_local_prefill_tokens)"
+                "by itself (local prefill)"
             )
         sequence = occupancy.roster.add(request, chain, Stage.WAITING, self._clock.now())
         sequence.max_computed_here = limit

@@ -52,3 +52,12 @@ class Start:
 
 
 DecodeAction = AnswerReserve | AnswerCommit | Scatter | RejectFrame | Start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelOutcome:
+    """What a cancel met, and what it causes."""
+
+    was_known: bool
+    """True: a reservation of this request was dropped."""
+    actions: list[DecodeAction]

@@ -70,6 +70,16 @@ class SendRenew:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkUse:
+    """One pair of ranks between which frames of a hand-off go."""
+
+    target: DecodeTarget
+    endpoint: LinkEndpoint
+    prefill_rank: int
+    decode_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PushFrame:
     """Pack the frame's blocks and give the copy to the link, as soon as that has room."""
 

@@ -1,9 +1,11 @@
 """The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
 
-from kv_transfer.plan import Manifest, make_manifest
+from kv_transfer.grants import derive_manifest, list_links
+from kv_transfer.plan import Manifest
 from kv_transfer.prefill_actions import (
     TERMINAL_STAGES,
     DropFrames,
+    LinkUse,
     PrefillAction,
     PrefillStage,
     PushFrame,
@@ -108,6 +110,13 @@ class PrefillHandoff:
         """The reservation it holds on decode."""
         return None if self._grant is None else self._grant.reservation_id
 
+    @property
+    def links(self) -> tuple[LinkUse, ...]:
+        """The links that its frames take; none before the grant."""
+        if self._grant is None or self._manifest is None or self._target is None:
+            return ()
+        return list_links(self._manifest, self._grant, self._target)
+
     def place(self, target: DecodeTarget) -> list[PrefillAction]:
         """Asks a decode worker for a reservation; ignored unless it is a newer attempt.
 
@@ -148,8 +157,8 @@ class PrefillHandoff:
             detail = f"refused ({outcome.reason.value}): {outcome.detail}"
             return self._unplace(detail, outcome.retry_after_s, must_abort=False)
         self._grant = outcome
-        manifest = self._derive_manifest(outcome)
-        if manifest is None or manifest.digest != outcome.manifest_digest:
+        manifest = derive_manifest(self._geometry, outcome, len(self.request.token_ids))
+        if manifest is None:
             return self._unplace("the manifests differ", None)
         self._manifest = manifest
         self._renewed_at_s = self._clock.now()
@@ -240,17 +249,6 @@ class PrefillHandoff:
 
     # Everything below is one step of the above.
 
-    def _derive_manifest(self, grant: Grant) -> Manifest | None:
-        try:
-            return make_manifest(
-                self._geometry,
-                len(self.request.token_ids),
-                grant.num_cached_tokens,
-                grant.frame_tokens,
-            )
-        except ValueError:
-            return None
-
     def _push_ready(self) -> list[PrefillAction]:
         if self._grant is None or self._manifest is None or self._target is None:
             return []
@@ -262,7 +260,7 @@ class PrefillHandoff:
         return [
             PushFrame(
                 target=self._target,
-                endpoint=self._grant.link,
+                endpoint=self._grant.links[frame.decode_rank],
                 reservation_id=self._grant.reservation_id,
                 frame=frame,
             )

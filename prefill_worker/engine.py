@@ -4,6 +4,7 @@ import time
 
 from kv_transfer import codec
 from kv_transfer.events import FrameSent, LinkDown
+from kv_transfer.follower_codec import event_from_wire
 from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
@@ -51,6 +52,8 @@ class PrefillEngine:
                 self._desk.link_down(event)
             case rank_pb2.ToRank():
                 self._handle_message(event)
+            case rank_pb2.FromFollower():
+                self.handle(event_from_wire(event))
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 

@@ -23,7 +23,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            envvar="PDSERVE_MODEL", help="An alias (smollm2-135m), a .gguf file or a model folder."
+            envvar="PDSERVE_MODEL",
+            help="An alias (smollm2-135m), a .gguf file, a model folder or a hub id (org/name).",
         ),
     ],
     prefill: Annotated[
@@ -71,7 +72,23 @@ def serve(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 256,
     kv_cache_memory: Annotated[
         str | None,
-        typer.Option(help="Bytes of KV per replica, e.g. 512M or 2G."),
+        typer.Option(help="Bytes of KV per rank, e.g. 512M or 2G."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer."),
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option("--pipeline-parallel-size", "-pp", help="Stages that share the layers."),
+    ] = 1,
+    decode_tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(help="Of decode replicas, if it differs."),
+    ] = None,
+    decode_pipeline_parallel_size: Annotated[
+        int | None,
+        typer.Option(help="Of decode replicas, if it differs."),
     ] = None,
     enable_prefix_caching: Annotated[
         bool,
@@ -146,6 +163,8 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory_bytes=_size(kv_cache_memory, "--kv-cache-memory"),
         enable_prefix_caching=enable_prefix_caching,
+        tensor_parallel=tensor_parallel_size,
+        pipeline_parallel=pipeline_parallel_size,
         seed=seed,
     )
     config = ClusterConfig(
@@ -159,6 +178,8 @@ def serve(
         metrics_port=metrics_port,
         redis_url=redis,
         served_model_name=served_model_name,
+        decode_tensor_parallel=decode_tensor_parallel_size,
+        decode_pipeline_parallel=decode_pipeline_parallel_size,
         max_local_prefill_tokens=max_local_prefill_tokens,
         api_keys=tuple(api_key or ()),
         api_keys_file=api_keys_file,

@@ -1,5 +1,9 @@
 """Computes step plans: from token ids and block tables to sampled tokens."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
@@ -12,8 +16,18 @@ from pdserve.sampler import SamplingRow, sample
 class ModelRunner:
     """A model and its KV memory. Used by one thread."""
 
-    def __init__(self, model: LlamaModel, kv: KvTensors) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv: KvTensors,
+        announce: Callable[[StepPlan], None] | None = None,
+    ) -> None:
         """Keeps both; neither is copied.
+
+        Args:
+            model: the whole, or this rank's part.
+            kv: its memory.
+            announce: tells the other ranks of a step that is about to be computed.
 
         Raises:
             ValueError: the KV memory was made for another shape of model.
@@ -27,6 +41,7 @@ class ModelRunner:
             )
         self.model = model
         self.kv = kv
+        self._announce = announce
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copies blocks, computes every slice, writes its KV and samples where asked.
@@ -35,11 +50,10 @@ class ModelRunner:
             ValueError: a slice is empty, names tokens or blocks out of range, or is longer than
                 the model allows.
         """
-        for source, target in plan.copies:
-            self.kv.copy_block(source, target)
         self._check(plan)
-        batch = build_batch(plan, self.kv.geometry.block_size)
-        logits = self.model.forward(batch, self.kv)
+        if self._announce is not None:
+            self._announce(plan)
+        logits = self.compute(plan)
         rows = [part for part in plan.slices if part.output_index is not None]
         sampled = {}
         for index, part in enumerate(rows):
@@ -51,6 +65,13 @@ class ModelRunner:
             )
             sampled[part.request.request_id] = sample(logits[index], row)
         return StepResult(sampled=sampled)
+
+    def compute(self, plan: StepPlan) -> Tensor:
+        """Does this rank's part of a step, which all ranks do at once; returns rank 0's logits."""
+        for source, target in plan.copies:
+            self.kv.copy_block(source, target)
+        batch = build_batch(plan, self.kv.geometry.block_size)
+        return self.model.forward(batch, self.kv)
 
     def warm_up(self) -> None:
         """Computes a prompt tile and a decode step, whose KV nobody will read.

@@ -149,7 +149,7 @@ def test_dummy_weights_without_a_prefill_pool_are_served_up_to_the_local_limit(
         assert done.status == 0, done.stderr
         assert json.loads(done.stdout)["timeline"]["prefill_worker"] == ""
         ids = ",".join(map(str, PROMPT))
-        run("generate", "--prompt-ids", ids, *at).assert_one_line(1, "max_local_prefill_tokens")
+        run("generate", "--prompt-ids", ids, *at).assert_one_line(1, "local prefill")
         run("generate", "hi", *at, "--model", "other").assert_one_line(1, "'other' is not served")
         status = json.loads(run("status", "--address", address, "--json").stdout)
         assert (status["num_prefill"], status["num_decode"]) == (0, 1)

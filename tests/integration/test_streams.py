@@ -32,7 +32,7 @@ from tests.support.tcp_proxy import running_proxy
 PROMPT = tuple(range(10, 110))
 NUM_WORKERS = 2
 CLIENT_BUFFER_BYTES = 64 * 1024
-PINGED_FOR_S = 3.5 * KEEPALIVE_TIME_MS / 1000
+PINGED_FOR_S = 3.2 * KEEPALIVE_TIME_MS / 1000
 """A default server cuts a client at its third ping too many."""
 Status = grpc.StatusCode
 

@@ -84,7 +84,7 @@ class MemoryLinks:
     bytes_sent: int = 0
     _next_slot: int = 0
 
-    def has_room(self, peer: Incarnation) -> bool:
+    def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
         return len(self.in_flight) < 4
 
     def open(self, peer: LinkPeer) -> None:

@@ -72,7 +72,7 @@ class DecodeNode(Node):
             geometry=GEOMETRY,
             config=CONFIG,
             reserver=Reserver(self),
-            link_endpoint=LinkEndpoint(host="sim", port=1, token=b"t"),
+            link_endpoints=(LinkEndpoint(host="sim", port=1, token=b"t"),),
             mint_id=lambda: ReservationId(rng.randbytes(16)),
             clock=self.clock,
         )
@@ -137,7 +137,8 @@ class DecodeNode(Node):
     def _scatter(self, action: Scatter) -> None:
         request, _, blocks = self.reserved[action.reservation_id]
         frame = action.frame
-        for position in range(frame.first_block, frame.first_block + frame.num_blocks):
+        size = GEOMETRY.block_size
+        for position in range(frame.first_token // size, -(-frame.end_token // size)):
             assert self.owner_by_block[blocks[position]] == action.reservation_id
             is_right = action.landed.is_intact
             self.content[blocks[position]] = (request.request_id if is_right else "bad", position)

@@ -317,6 +317,7 @@ RESTARTED = Identity(
     worker_id=PREFILL.worker_id,
     incarnation=Incarnation(11),
     compatibility_digest=PREFILL.compatibility_digest,
+    shape=PREFILL.shape,
 )
 
 

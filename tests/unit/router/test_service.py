@@ -402,7 +402,7 @@ async def test_C11_a_dead_worker_with_the_hottest_prefix_is_avoided_at_once(clus
         assert again.completion.timeline.decode_worker != timeline.decode_worker
 
 
-async def test_A17_workers_of_different_geometry_are_never_paired(text_folder):
+async def test_A17_workers_of_different_geometry_are_never_paired(text_folder, caplog):
     async with run_cluster(text_folder, no_worker_wait_s=0.1) as cluster:
         await cluster.add("p0", digest=b"one")
         await cluster.add("d0", digest=b"two")
@@ -410,6 +410,9 @@ async def test_A17_workers_of_different_geometry_are_never_paired(text_folder):
         result = await generate(cluster)
         assert isinstance(result.error, NoWorker)
         assert "compatible" in str(result.error)
+    warned = [one for one in caplog.records if one.message == "workers cannot be paired"]
+    assert len(warned) == 1
+    assert warned[0].differing == "layout or wire_version"
 
 
 async def test_a_burst_is_spread_before_any_worker_reports(cluster):
