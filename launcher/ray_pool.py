@@ -33,8 +33,10 @@ from launcher.ray_messages import (
     decode,
     encode,
 )
+from pdserve.config.engine import EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.process import ChildProcess, spawn
+from pdserve.request import Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 
 _KILL_TIMEOUT_S = 10.0
@@ -62,10 +64,14 @@ class RayPlace:
         config: RayConfig,
         *,
         report: Callable[[str], None],
-        num_stages: int = 1,
-        ranks_per_stage: int = 1,
+        engines: Mapping[Role, EngineConfig] | None = None,
     ) -> None:
-        """Starts nothing yet; `report` takes Ray's lines from another thread.
+        """Starts nothing yet.
+
+        Args:
+            config: which cluster.
+            report: takes Ray's lines, from another thread.
+            engines: of each role that has replicas of several ranks.
 
         Raises:
             ConfigError: Ray is not installed.
@@ -74,8 +80,7 @@ class RayPlace:
             raise ConfigError("--launcher ray needs Ray: pip install 'pdserve[ray]'")
         self._config = config
         self._report = report
-        self._num_stages = num_stages
-        self._ranks_per_stage = ranks_per_stage
+        self._engines = dict(engines or {})
         self._session: _Session | None = None
         self._num_lives = 0
 
@@ -97,13 +102,14 @@ class RayPlace:
                 self._session.close()
             self._session = _Session(self._config, self._report)
         self._num_lives += 1
+        engine = self._engines.get(Role(name.rpartition("-")[0]))
         order = StartFace(
             life=self._num_lives,
             name=name,
             argv=tuple(argv),
             env=dict(env),
-            num_stages=self._num_stages,
-            ranks_per_stage=self._ranks_per_stage,
+            num_stages=1 if engine is None else engine.pipeline_parallel,
+            ranks_per_stage=1 if engine is None else engine.tensor_parallel,
         )
         return self._session.start(order, on_line)
 

@@ -192,8 +192,9 @@ def serve(
     )
     place: Place | None = None
     if launcher == "ray":
+        engines = {Role.PREFILL: config.engine, Role.DECODE: config.decode_engine}
         ray = RayConfig(address=ray_address, has_dashboard=ray_dashboard)
-        place = RayPlace(ray, report=write_line)
+        place = RayPlace(ray, report=write_line, engines=engines)
     elif ray_address is not None or ray_dashboard:
         raise ConfigError("--ray-address and --ray-dashboard need --launcher ray")
     return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line, place=place))

@@ -179,11 +179,15 @@ def test_second_cluster_joins_by_address_and_leaves_the_first_and_an_empty_objec
 ) -> None:
     address = ray_cluster.ray_address()
     lines: list[str] = []
+    config = replace(
+        ray_cluster.config, port=0, num_prefill=0, num_decode=1, decode_tensor_parallel=2
+    )
+    engines = {Role.DECODE: config.decode_engine}
     guest = LocalCluster(
-        replace(ray_cluster.config, port=0, num_prefill=0, num_decode=1),
+        config,
         report=lines.append,
         command_of=stand_in,
-        place=RayPlace(RayConfig(address=address), report=lines.append),
+        place=RayPlace(RayConfig(address=address), report=lines.append, engines=engines),
     )
     try:
         guest.start()
@@ -200,7 +204,8 @@ def test_second_cluster_joins_by_address_and_leaves_the_first_and_an_empty_objec
         raise
     finally:
         guest.stop()
-    assert asked.stdout.split() == ["0.0", "4.0"], asked.stderr
+    # Nothing in the store; a CPU for each of three ranks here and of the guest's two.
+    assert asked.stdout.split() == ["0.0", "5.0"], asked.stderr
     wait_until(lambda: not any(map(is_running, pids)), GONE_S)
     assert all(member.record is not None for member in ray_cluster.cluster.members())
 
