@@ -4,11 +4,13 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from launcher.local_pool import LocalCluster
+from launcher.place import Place
+from launcher.ray_pool import RayConfig, RayPlace
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import Dtype, EngineConfig, LoadFormat
 from pdserve.config.load import from_pairs, parse_size
@@ -125,6 +127,18 @@ def serve(
         float,
         typer.Option(help="For running requests at the end."),
     ] = 60.0,
+    launcher: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="Where replicas run: as child processes, or as Ray actors."),
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="A running Ray cluster; without it one starts on loopback."),
+    ] = None,
+    ray_dashboard: Annotated[
+        bool,
+        typer.Option("--ray-dashboard", help="With Ray's dashboard, on loopback."),
+    ] = False,
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
@@ -176,7 +190,14 @@ def serve(
         prefill_faults=from_pairs(FaultConfig, prefill_fault or (), "--prefill-fault"),
         decode_faults=from_pairs(FaultConfig, decode_fault or (), "--decode-fault"),
     )
-    return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line))
+    place: Place | None = None
+    if launcher == "ray":
+        engines = {Role.PREFILL: config.engine, Role.DECODE: config.decode_engine}
+        ray = RayConfig(address=ray_address, has_dashboard=ray_dashboard)
+        place = RayPlace(ray, report=write_line, engines=engines)
+    elif ray_address is not None or ray_dashboard:
+        raise ConfigError("--ray-address and --ray-dashboard need --launcher ray")
+    return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line, place=place))
 
 
 def run_until_signal(cluster: LocalCluster) -> int:
