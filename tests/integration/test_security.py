@@ -17,7 +17,7 @@ import pytest
 from launcher.client import Generation
 from pdserve.request import Role
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, worker_pb2
-from tests.support.cluster import ClusterHarness, running_cluster, wait_until
+from tests.support.cluster import ClusterHarness, running_cluster, wait_until, wait_until_async
 from tests.support.listeners import Listener, listeners_of
 from tests.support.models import tiny_llama_folder  # noqa: F401
 from tests.support.oracles import Canary, assert_ledger
@@ -139,15 +139,19 @@ async def test_E2_only_declared_addresses_listen_and_all_on_loopback(
         assert member.record is not None
         declared |= {member.record.address, member.record.metrics_address}
         ranks |= dict.fromkeys(member.record.rank_pids, member.worker_id)
-    others = [port for port in found if port.address not in declared]
     async with cluster.connect() as client:
-        loads = await client.loads()
-    num_listeners = Counter(ranks.get(port.pid) for port in others)
-    # Decode ranks listen for new links, and both ends of a link for its own sockets (Gloo's).
-    assert num_listeners == {
-        worker_id: len(worker.links) + (worker.role == "decode")
-        for worker_id, worker in loads.items()
-    }
+
+        async def counts_agree() -> bool:
+            others = [port for port in open_ports(cluster) if port.address not in declared]
+            listeners = Counter(ranks.get(port.pid) for port in others)
+            # Decode ranks listen for new links, and both ends of a link for its own sockets.
+            return listeners == {
+                worker_id: len(worker.links) + (worker.role == "decode")
+                for worker_id, worker in (await client.loads()).items()
+            }
+
+        # What a worker tells of its links is a heartbeat old.
+        await wait_until_async(counts_agree, timeout_s=5.0)
 
 
 async def test_E10_prompts_keys_and_forged_lines_are_in_no_log(cluster: ClusterHarness) -> None:
