@@ -151,7 +151,7 @@ async def test_E2_only_declared_addresses_listen_and_all_on_loopback(
             }
 
         # What a worker tells of its links is a heartbeat old.
-        await wait_until_async(counts_agree, timeout_s=5.0)
+        await wait_until_async(counts_agree, 5.0, "as many listeners as links")
 
 
 async def test_E10_prompts_keys_and_forged_lines_are_in_no_log(cluster: ClusterHarness) -> None:
