@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import grpc
@@ -34,6 +35,24 @@ class _Sequence:
         self.next_index = len(spec.token_ids) - spec.num_prompt_tokens
         self.end = spec.sampling.max_tokens
 
+    @property
+    def is_over(self) -> bool:
+        return self.next_index >= self.end
+
+    def step(self, tokens: list[int]) -> worker_pb2.SequenceUpdate:
+        """Makes one token."""
+        index = self.next_index
+        self.next_index += 1
+        update = worker_pb2.SequenceUpdate(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            first_index=index,
+            token_ids=(tokens[index % len(tokens)],),
+        )
+        if self.is_over:
+            update.finished.reason = types_pb2.FINISH_REASON_LENGTH
+        return update
+
 
 class TokenSource(worker_pb2_grpc.WorkerServicer):
     """Serves one front."""
@@ -41,22 +60,25 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
     def __init__(self, interval_s: float) -> None:
         self.incarnation = Incarnation(secrets.randbits(63))
         self._interval_s = interval_s
-        self._running: dict[str, _Sequence] = {}
-        self._news = asyncio.Event()
+        self._running: defaultdict[str, dict[str, _Sequence]] = defaultdict(dict)
+        """By front, by request."""
+        self._news: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         numbers = random.Random(7)
         self._tokens = [numbers.randrange(300, 40_000) for _ in range(4096)]
 
     async def Submit(
         self, request: worker_pb2.SubmitRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.SubmitResponse:
-        self._running[request.request.request_id] = _Sequence(request.request)
-        self._news.set()
+        spec = request.request
+        self._running[spec.front_id][spec.request_id] = _Sequence(spec)
+        self._news[spec.front_id].set()
         return worker_pb2.SubmitResponse()
 
     async def Cancel(
         self, request: worker_pb2.CancelRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.CancelResponse:
-        self._running.pop(request.request_id, None)
+        for running in self._running.values():
+            running.pop(request.request_id, None)
         return worker_pb2.CancelResponse()
 
     async def GetStatus(
@@ -68,36 +90,26 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.StreamRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.StreamBatch]:
         due_s = time.monotonic()
+        running, news = self._running[request.front_id], self._news[request.front_id]
         yield self._batch([])
         while True:
-            if not self._running:
-                self._news.clear()
+            if not running:
+                news.clear()
                 try:
                     async with asyncio.timeout(LOAD_INTERVAL_S):
-                        await self._news.wait()
+                        await news.wait()
                 except TimeoutError:
                     pass  # time to send load figures
-            yield self._batch([self._step(one) for one in list(self._running.values())])
+            updates = [one.step(self._tokens) for one in running.values()]
+            for request_id in [key for key, one in running.items() if one.is_over]:
+                del running[request_id]
+            yield self._batch(updates)
             due_s = max(due_s + self._interval_s, time.monotonic() - self._interval_s)
             if (wait_s := due_s - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
 
-    def _step(self, one: _Sequence) -> worker_pb2.SequenceUpdate:
-        index = one.next_index
-        one.next_index += 1
-        update = worker_pb2.SequenceUpdate(
-            request_id=one.request_id,
-            attempt=one.attempt,
-            first_index=index,
-            token_ids=(self._tokens[index % 4096],),
-        )
-        if one.next_index >= one.end:
-            update.finished.reason = types_pb2.FINISH_REASON_LENGTH
-            del self._running[one.request_id]
-        return update
-
     def _batch(self, updates: list[worker_pb2.SequenceUpdate]) -> worker_pb2.StreamBatch:
-        load = types_pb2.WorkerLoad(num_running=len(self._running))
+        load = types_pb2.WorkerLoad(num_running=len(updates))
         return worker_pb2.StreamBatch(incarnation=self.incarnation, updates=updates, load=load)
 
 
