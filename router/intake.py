@@ -108,8 +108,18 @@ async def events_of(active: ActiveRequest) -> AsyncIterator[Event]:
     yield ending.completion
 
 
+def set_chunk(chunk: inference_pb2.TokenChunk, delta: Delta) -> None:
+    """Makes a chunk say what a delta says; every request has one sample so far, with index 0."""
+    chunk.token_ids[:] = delta.token_ids
+    chunk.text = delta.text
+    if chunk.logprobs:
+        chunk.ClearField("logprobs")
+    if delta.logprobs:
+        chunk.logprobs.extend(delta.logprobs)
+
+
 def token_chunk(delta: Delta) -> inference_pb2.TokenChunk:
-    """Encodes new output; every request has one sample so far, with index 0."""
-    return inference_pb2.TokenChunk(
-        index=0, token_ids=delta.token_ids, text=delta.text, logprobs=delta.logprobs
-    )
+    """Encodes new output in a message of its own."""
+    chunk = inference_pb2.TokenChunk()
+    set_chunk(chunk, delta)
+    return chunk

@@ -14,8 +14,7 @@ from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.timeline import Clock
 from router.active import ActiveRequest
 from router.auth import authorization_of
-from router.intake import Intake, token_chunk
-from router.output import Delta
+from router.intake import Intake, set_chunk
 from router.tenants import Keyring, Tenant
 from router.worker_link import WorkerLink
 from router.worker_pool import WorkerPool
@@ -90,19 +89,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         task = asyncio.current_task()
         assert task is not None
         active.buffer.interrupt_with(task.cancel)
-        request_id = active.state.request_id
-        sequence = 0
+        # One message for the whole stream: a write encodes it before it waits for anything, and a
+        # new one per token costs three times as much.
+        response = inference_pb2.GenerateResponse(request_id=active.state.request_id)
         try:
             async for delta in active.buffer.deltas():
-                await context.write(_chunk(request_id, sequence, delta))
-                sequence += 1
+                set_chunk(response.chunk, delta)
+                await context.write(response)
+                response.sequence += 1
             ending = active.buffer.ending
             if ending is not None and ending.completion is not None:
-                await context.write(
-                    inference_pb2.GenerateResponse(
-                        request_id=request_id, sequence=sequence, completion=ending.completion
-                    )
-                )
+                response.completion.CopyFrom(ending.completion)
+                await context.write(response)
         except asyncio.CancelledError:
             ending = active.buffer.ending
             is_cut = ending is not None and ending.error is not None
@@ -208,12 +206,6 @@ async def _abort_in_time(context: GenerateContext, error: PdserveError) -> None:
             await abort_with(context, error)
     except TimeoutError:
         logger.info("status not taken by the client", extra={"reason": error.reason})
-
-
-def _chunk(request_id: str, sequence: int, delta: Delta) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        request_id=request_id, sequence=sequence, chunk=token_chunk(delta)
-    )
 
 
 def _do_nothing() -> None:
