@@ -320,7 +320,8 @@ async def _ttfts(site: Site, count: int) -> tuple[list[float], list[float]]:
             call = stub.Generate(make_request(num_tokens=1))
             await call.read()
             through.append(time.monotonic() - before_s)
-            await read_stream(call)
+            while await call.read() is not grpc.aio.EOF:
+                pass
             submit = worker_pb2.SubmitRequest(request=_spec(number))
             before_s = time.monotonic()
             pending = worker.Submit(submit)
