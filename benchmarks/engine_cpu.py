@@ -28,8 +28,7 @@ from pdserve.timeline import MonotonicClock
 
 MODEL = "smollm2-135m"
 SEED = 20
-NUM_RUNS = 5
-NUM_MIXED_RUNS = 3
+NUM_RUNS = 3
 CONTEXT_TOKENS = 128
 DECODE_STEPS = 24
 STATIC_BATCH = 8
@@ -158,7 +157,6 @@ def compare(
     theirs: Callable[[], float],
     *,
     bound: float | None,
-    num_runs: int,
     has_warm_up: bool = True,
 ) -> Row:
     """Alternates both sides and returns the median ratio."""
@@ -166,7 +164,7 @@ def compare(
         ours()
         theirs()
     pairs = []
-    for number in range(num_runs):
+    for number in range(NUM_RUNS):
         # Who goes first changes, so that a steady drift cancels.
         first, second = (ours, theirs) if number % 2 else (theirs, ours)
         one, two = first(), second()
@@ -197,7 +195,6 @@ def measure(folder: Path, dtype: Dtype) -> list[Row]:
             lambda: engine.run(prompt),
             lambda: peer.run(prompt),
             bound=bounds["prefill"],
-            num_runs=NUM_RUNS,
         )
     ]
     for batch in (1, 8):
@@ -208,27 +205,21 @@ def measure(folder: Path, dtype: Dtype) -> list[Row]:
             lambda jobs=jobs: engine.run(jobs, skip_prompts=True),  # type: ignore[misc]
             lambda jobs=jobs: peer.run(jobs, skip_prompts=True),  # type: ignore[misc]
             bound=bounds[f"decode{batch}"],
-            num_runs=NUM_RUNS,
         )
         ours_s = row.details["ours_s"]
         assert isinstance(ours_s, list)
         row.details["ours_ms_per_step"] = round(1e3 * statistics.median(ours_s) / DECODE_STEPS, 2)
         rows.append(row)
     mixed = make_jobs(32, (20, 400), (8, 96))
-    for batch, num_runs, bound in (
-        (STATIC_BATCH, NUM_MIXED_RUNS, bounds.get("mixed")),
-        (32, 1, None),
-    ):
-        rows.append(
-            compare(
-                f"{dtype}: 32 mixed requests, theirs in static batches of {batch}",
-                lambda: engine.run(mixed),
-                lambda batch=batch: peer.run_static(mixed, batch),  # type: ignore[misc]
-                bound=bound,
-                num_runs=num_runs,
-                has_warm_up=False,
-            )
+    rows.append(
+        compare(
+            f"{dtype}: 32 mixed requests",
+            lambda: engine.run(mixed),
+            lambda: peer.run_static(mixed, STATIC_BATCH),
+            bound=bounds.get("mixed"),
+            has_warm_up=False,
         )
+    )
     return rows
 
 

@@ -11,6 +11,9 @@ from typing import Literal
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "tokenizers", "numpy")
 
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+"""Without the last two bfloat16 products are emulated, by both sides of a comparison."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Row:
@@ -67,6 +70,7 @@ def machine() -> dict[str, object]:
         "cores": sum(
             line.startswith("processor") for line in Path("/proc/cpuinfo").read_text().splitlines()
         ),
+        "matrix_flags": [flag for flag in _FLAGS if flag in facts.get("flags", "").split()],
         "memory_gib": round(int(memory.split()[0]) / 2**20, 1),
         "kernel": platform.release(),
         "load_average": [float(one) for one in Path("/proc/loadavg").read_text().split()[:3]],
