@@ -1,9 +1,9 @@
 """What two pools change for those who are being answered while long prompts arrive.
 
-`python -m benchmarks.disaggregation [interference|turns]`. One prefill and one decode worker against
-two colocated ones, one thread each, so the same two cores; without chunks (a prompt is one step) and
-with chunks of 256 tokens. Then the multi-turn choice: follow-ups prefilled by the decode worker
-that holds the conversation, against a hand-off for each.
+`python -m benchmarks.disaggregation [interference|turns]`. One prefill and one decode worker
+against two colocated ones, one thread each, so the same two cores; without chunks (a prompt is one
+step) and with chunks of 256 tokens. Then the multi-turn choice: follow-ups prefilled by the decode
+worker that holds the conversation, against a hand-off for each.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ MODEL = "smollm2-135m"
 SEED = 21
 NUM_STEADY = 4
 STEADY_PROMPT_TOKENS = 64
-NUM_ARRIVALS = 6
+NUM_ARRIVALS = 5
 ARRIVAL_PROMPT_TOKENS = 1000
 ARRIVAL_OUTPUT_TOKENS = 8
-INTERVAL_S = 5.0
+INTERVAL_SHARE = 1.5
 NUM_CONVERSATIONS = 4
 FIRST_PROMPT_TOKENS = 500
 FIRST_OUTPUT_TOKENS = 32
@@ -40,10 +40,10 @@ TURN_TOKENS = 40
 LOCAL_TOKENS = 128
 WORKLOAD = (
     f"SmolLM2-135M float32; {NUM_STEADY} streams decode steadily while {NUM_ARRIVALS} prompts of "
-    f"{ARRIVAL_PROMPT_TOKENS} tokens arrive, one each {INTERVAL_S:g} s ({ARRIVAL_OUTPUT_TOKENS} "
-    f"tokens each), seed {SEED}. Turns: {NUM_CONVERSATIONS} conversations of "
-    f"{FIRST_PROMPT_TOKENS} + {FIRST_OUTPUT_TOKENS} tokens, followed by {TURN_TOKENS} more, with and "
-    f"without --local-prefill-tokens {LOCAL_TOKENS}"
+    f"{ARRIVAL_PROMPT_TOKENS} tokens arrive, one each {INTERVAL_SHARE:g} times "
+    f"the TTFT of a lone one ({ARRIVAL_OUTPUT_TOKENS} tokens each), seed {SEED}. Turns: "
+    f"{NUM_CONVERSATIONS} conversations of {FIRST_PROMPT_TOKENS} + {FIRST_OUTPUT_TOKENS} tokens, "
+    f"followed by {TURN_TOKENS} more, with and without --local-prefill-tokens {LOCAL_TOKENS}"
 )
 
 
@@ -108,7 +108,17 @@ def make_prompt(numbers: random.Random, num_tokens: int) -> list[int]:
     return [numbers.randrange(100, 49_000) for _ in range(num_tokens)]
 
 
-async def interfere(address: str) -> tuple[list[Stream], list[Stream]]:
+async def lone_ttft_s(address: str) -> float:
+    """Returns how long a prompt takes when nothing else runs: what the machine can do."""
+    numbers = random.Random(SEED + 1)
+    async with open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for _ in range(2):
+            stream = await generate(stub, make_prompt(numbers, ARRIVAL_PROMPT_TOKENS), 1)
+    return stream.at_s[0] - stream.sent_s
+
+
+async def interfere(address: str, interval_s: float) -> tuple[list[Stream], list[Stream]]:
     """Runs steady streams and arrivals; returns both, the steady ones cut to the arrivals' time."""
     numbers = random.Random(SEED)
     async with open_channel(address) as channel:
@@ -123,7 +133,7 @@ async def interfere(address: str) -> tuple[list[Stream], list[Stream]]:
         for _ in range(NUM_ARRIVALS):
             prompt = make_prompt(numbers, ARRIVAL_PROMPT_TOKENS)
             arrivals.append(asyncio.create_task(generate(stub, prompt, ARRIVAL_OUTPUT_TOKENS)))
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(interval_s)
         done = list(await asyncio.gather(*arrivals))
         for task in steady:
             task.cancel()
@@ -160,7 +170,9 @@ def rows_of(name: str, steady: list[Stream], arrivals: list[Stream]) -> list[Row
 
 def measure_interference() -> list[Row]:
     """Measures four configurations and plots their gaps."""
-    rows: list[Row] = []
+    with cluster_of(1, 1, max_num_batched_tokens=2048) as cluster:
+        interval_s = INTERVAL_SHARE * asyncio.run(lone_ttft_s(cluster.address))
+    rows = [Row(name="interval of arrivals", value=interval_s, unit="s")]
     gaps_by_name: dict[str, list[list[tuple[float, float]]]] = {}
     for name, num_prefill, num_decode, budget in (
         ("1P1D, no chunks", 1, 1, 2048),
@@ -169,7 +181,7 @@ def measure_interference() -> list[Row]:
         ("2 colocated, chunks of 256", 0, 2, 256),
     ):
         with cluster_of(num_prefill, num_decode, max_num_batched_tokens=budget) as cluster:
-            steady, arrivals = asyncio.run(interfere(cluster.address))
+            steady, arrivals = asyncio.run(interfere(cluster.address, interval_s))
         rows += rows_of(name, steady, arrivals)
         begin_s = arrivals[0].sent_s
         gaps_by_name[name] = [
@@ -181,7 +193,7 @@ def measure_interference() -> list[Row]:
         ]
         for row in rows[-8:]:
             print(f"{row.name:<50} {row.value:8.1f} {row.unit}", flush=True)
-    sent_s = [number * INTERVAL_S for number in range(NUM_ARRIVALS)]
+    sent_s = [number * interval_s for number in range(NUM_ARRIVALS)]
     plot_gaps(RESULTS / "disaggregation.png", gaps_by_name, sent_s)
     return rows
 

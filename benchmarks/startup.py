@@ -1,7 +1,7 @@
 """How soon `serve` is ready with four workers, and what a worker holds besides its KV blocks.
 
-`python -m benchmarks.startup [float32] [bfloat16]`. The model is in the cache already; each start is
-of a new process tree.
+`python -m benchmarks.startup [float32] [bfloat16]`. The model is in the cache already; each start
+is of a new process tree.
 """
 
 import signal
@@ -24,10 +24,10 @@ KV_BYTES = 256 * 2**20
 READY_BOUND_S = 10.0
 RSS_BOUND_MB = {"bfloat16": 900.0}
 WORKLOAD = (
-    "`pdserve serve smollm2-135m --prefill 2 --decode 2` from exec to its ready line, model cached, "
-    f"median of {NUM_RUNS}; RSS of a rank process less its KV blocks ({KV_BYTES >> 20} MiB asked "
-    "for, counted by what of them is resident: warm-up touches little), idle and after one request. "
-    "Pss counts pages of the mapped weights file by share"
+    "`pdserve serve smollm2-135m --prefill 2 --decode 2` from exec to its ready line, model "
+    f"cached, median of {NUM_RUNS}; RSS of a rank process after warm-up, which leaves all but 65 "
+    "tokens of the KV memory untouched, so not resident. Pss counts pages of the mapped weights "
+    "file by share"
 )
 
 
@@ -89,7 +89,7 @@ def measure(dtype: str) -> list[Row]:
             details={"runs_s": [round(one, 2) for one in ready_s], "phases": phases[:60]},
         ),
         Row(
-            name=f"{dtype}: RSS of a rank, idle after warm-up",
+            name=f"{dtype}: RSS of a rank besides its KV blocks",
             value=rss_mb,
             unit="MB",
             bound=RSS_BOUND_MB.get(dtype),
