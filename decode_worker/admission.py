@@ -54,21 +54,27 @@ class BlockNeed:
     """Blocks of one sequence."""
 
     num_table_blocks: int
-    """Blocks it starts with: those of its known tokens, and one to grow into."""
+    """Blocks it starts with: those of its known tokens, and one for each sample to grow into."""
     num_final_blocks: int
-    """Blocks at its longest."""
+    """Blocks that must exist for it ever to end: those of one sample at its longest."""
 
 
-def block_need(num_tokens: int, max_total_tokens: int, block_size: int) -> BlockNeed:
+def block_need(
+    num_tokens: int, max_total_tokens: int, block_size: int, num_samples: int = 1
+) -> BlockNeed:
     """Returns what a sequence needs at its start and at its longest.
 
     Args:
         num_tokens: tokens known now.
         max_total_tokens: prompt plus the most output; the KV of the last one is never needed.
         block_size: tokens per block.
+        num_samples: samples that share the known tokens. The first block of its own is, for each,
+            a copy of the last shared one or the block behind it.
     """
     num_final = num_blocks_for(max(num_tokens, max_total_tokens - 1), block_size)
-    num_table = num_blocks_for(num_tokens, block_size) + 1
+    num_table = num_blocks_for(num_tokens, block_size) + num_samples
+    if num_samples > 1:
+        return BlockNeed(num_table_blocks=num_table, num_final_blocks=max(num_table, num_final))
     return BlockNeed(num_table_blocks=min(num_table, num_final), num_final_blocks=num_final)
 
 

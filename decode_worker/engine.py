@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
-from decode_worker.scheduler import DecodeProgress, DecodeScheduler
-from kv_transfer.events import FrameLanded, LinkDown
+from decode_worker.progress import DecodeProgress
+from decode_worker.scheduler import DecodeScheduler
+from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
+from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
 from pdserve.rank.tombstones import Tombstones
-from pdserve.request import FinishReason, Request, RequestId
+from pdserve.request import FinishReason, Request, RequestId, group_id_of
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
 from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2
 from pdserve.timeline import Clock
@@ -59,10 +62,14 @@ class DecodeEngine:
         match event:
             case FrameLanded():
                 self._landing.frame_landed(event)
+            case FrameUnloaded():
+                self._landing.frame_unloaded(event)
             case LinkDown():
                 self._landing.link_down(event)
             case rank_pb2.ToRank():
                 self._handle_message(event)
+            case rank_pb2.FromFollower():
+                self.handle(event_from_wire(event))
             case _:
                 raise AssertionError(f"unknown event {event!r}")
         self._open_started()
@@ -123,12 +130,30 @@ class DecodeEngine:
         stream = self._streams.get(request_id)
         if stream is not None and stream.request.attempt <= message.attempt:
             self._close(stream)
-        return was_reserved or was_running
+        was_group = self._cancel_group(request_id, message.attempt)
+        return was_reserved or was_running or was_group
+
+    def _cancel_group(self, sample_id: RequestId, attempt: int) -> bool:
+        """Drops samples that have not parted yet, once none of them is wanted any more."""
+        group_id = group_id_of(sample_id)
+        group = None if group_id is None else self._scheduler.find(group_id)
+        if group is None or group.attempt > attempt:
+            return False
+        if self._tombstones.covers_all(group.samples()):
+            self._landing.cancel(group.request_id, attempt)
+            self._scheduler.cancel(group.request_id, attempt)
+            self._streams.pop(group.request_id, None)
+        return True
 
     def _open_started(self) -> None:
         """Sequences whose hand-off has just ended get a stream to the router."""
         for started in self._landing.take_started():
             request = started.request
+            if self._tombstones.covers(request):
+                # One of several samples, cancelled by itself while its KV was under way.
+                self._scheduler.cancel(request.request_id, request.attempt)
+                self._landing.forget(request.request_id, request.attempt)
+                continue
             self._streams[request.request_id] = _Stream(request, started.decode_attempt)
 
     def _close(self, stream: _Stream) -> None:
@@ -160,12 +185,17 @@ class DecodeEngine:
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
         result = self._runner.run(plan)
+        report_prompt_scores(plan, result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):
             self._stream(progress)
         return True
 
     def _stream(self, progress: DecodeProgress) -> None:
-        stream = self._streams[progress.request_id]
+        stream = self._find_stream(progress.request_id)
+        if self._tombstones.covers(stream.request):
+            self._scheduler.cancel(progress.request_id, progress.attempt)
+            self._close(stream)
+            return
         update = worker_pb2.SequenceUpdate(
             first_index=progress.output_index, token_ids=[progress.token.token_id]
         )
@@ -179,6 +209,16 @@ class DecodeEngine:
         self._update(stream, update)
         if progress.finish_reason is not None:
             self._close(stream)
+
+    def _find_stream(self, request_id: RequestId) -> _Stream:
+        """Returns a sample's stream; with the first token, samples get streams of their own."""
+        if request_id not in self._streams:
+            group_id = group_id_of(request_id)
+            assert group_id is not None
+            group = self._streams.pop(group_id)
+            for one in group.request.samples():
+                self._streams[one.request_id] = _Stream(one, group.decode_attempt)
+        return self._streams[request_id]
 
     def _return_let_go(self, let_go: Sequence[LetGo]) -> None:
         for item in let_go:
@@ -196,10 +236,8 @@ class DecodeEngine:
             self._close(stream)
 
     def _update(self, stream: _Stream, update: worker_pb2.SequenceUpdate) -> None:
-        update.request_id = stream.request.request_id
-        update.attempt = stream.request.attempt
         update.decode_attempt = stream.decode_attempt
-        self._outbox.update(stream.request.front_id, update)
+        send_to_samples(stream.request.samples(), update, self._outbox)
 
     def close(self) -> None:
         """Ends all links."""

@@ -16,9 +16,8 @@ from kv_transfer.decode_actions import (
 )
 from kv_transfer.decode_counters import DecodeCounters
 from kv_transfer.decode_side import DecodeHandoffs
-from kv_transfer.events import FrameLanded, LinkDown
-from kv_transfer.transport import FrameReceiver
-from pdserve.cache.kv_tensors import KvTensors
+from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
+from kv_transfer.shipping import Unloader, UnloadFrame, region_of
 from pdserve.errors import InvalidField
 from pdserve.rank.outbox import Outbox
 from pdserve.request import Request, RequestId
@@ -28,7 +27,7 @@ from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A sequence that runs from now on."""
+    """A sample that runs from now on."""
 
     request: Request
     decode_attempt: int
@@ -43,15 +42,15 @@ class LandingDesk:
         handoffs: DecodeHandoffs,
         reserver: SchedulerReserver,
         scheduler: DecodeScheduler,
-        kv: KvTensors,
-        links: FrameReceiver,
+        unloader: Unloader,
+        block_size: int,
         outbox: Outbox,
     ) -> None:
         self._handoffs = handoffs
         self._reserver = reserver
         self._scheduler = scheduler
-        self._kv = kv
-        self._links = links
+        self._unloader = unloader
+        self._block_size = block_size
         self._outbox = outbox
         self._started: list[Started] = []
 
@@ -78,13 +77,13 @@ class LandingDesk:
 
     def commit(self, call_id: int, message: handoff_pb2.CommitRequest) -> None:
         """Answers now or when the last frame has landed."""
-        if len(message.first_tokens) != 1:
-            error = InvalidField("first_tokens", len(message.first_tokens), "one token")
+        if not message.first_tokens:
+            error = InvalidField("first_tokens", [], "a token for each sample that goes on")
             self._outbox.refuse(call_id, error)
             return
         envelope = codec.envelope_from_wire(message.envelope)
-        token = codec.first_token_from_wire(message.first_tokens[0])
-        self._run(self._handoffs.commit(call_id, envelope, token, message.manifest_digest))
+        tokens = tuple(codec.first_token_from_wire(wire) for wire in message.first_tokens)
+        self._run(self._handoffs.commit(call_id, envelope, tokens, message.manifest_digest))
 
     def abort(self, call_id: int, message: handoff_pb2.AbortHandoffRequest) -> None:
         """Gives the reservation's blocks back."""
@@ -102,6 +101,10 @@ class LandingDesk:
     def frame_landed(self, event: FrameLanded) -> None:
         """Checks a frame and copies it into its blocks."""
         self._run(self._handoffs.frame_landed(event))
+
+    def frame_unloaded(self, event: FrameUnloaded) -> None:
+        """Notes that another rank has copied a frame into its blocks."""
+        self._run(self._handoffs.frame_scattered(event.reservation_id, event.frame_index))
 
     def link_down(self, event: LinkDown) -> None:
         """Drops what a dead link had not delivered."""
@@ -148,7 +151,7 @@ class LandingDesk:
                 case Scatter():
                     self._scatter(action)
                 case RejectFrame():
-                    self._links.release_slot(action.landed)
+                    self._unloader.reject(action.landed)
                 case Start():
                     self._start(action)
 
@@ -156,21 +159,20 @@ class LandingDesk:
         frame = action.frame
         request_id, attempt = self._reserver.key(action.reservation_id)
         table = self._scheduler.block_table(request_id, attempt)
-        block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
-        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
-        self._kv.scatter(block_ids, layers, self._links.payload(action.landed))
-        self._links.release_slot(action.landed)
-        self._run(self._handoffs.frame_scattered(action.reservation_id, frame.index))
+        region = region_of(frame, table, self._block_size)
+        if self._unloader.unload(UnloadFrame(landed=action.landed, region=region)):
+            self._run(self._handoffs.frame_scattered(action.reservation_id, frame.index))
 
     def _start(self, action: Start) -> None:
-        self._reserver.start(action.reservation_id, action.first_token.token_id)
-        started = Started(request=action.request, decode_attempt=action.envelope.decode_attempt)
-        self._started.append(started)
+        tokens = {token.sample_index: token.token_id for token in action.first_tokens}
+        for sample in self._reserver.start(action.reservation_id, tokens):
+            decode_attempt = action.envelope.decode_attempt
+            self._started.append(Started(request=sample, decode_attempt=decode_attempt))
 
     def describe_links(self) -> list[inference_pb2.LinkInfo]:
         """Returns the live links for status pages."""
-        return codec.links_to_wire(self._links.links())
+        return codec.links_to_wire(self._unloader.links())
 
     def close(self) -> None:
         """Closes every link and the listening socket."""
-        self._links.close()
+        self._unloader.close()

@@ -3,6 +3,7 @@
 A sequence owns the references of its table from `open` until `drop`; nobody else frees them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from decode_worker.admission import BlockNeed, block_need, has_room
@@ -19,9 +20,13 @@ from pdserve.engine.scheduler import (
     Stage,
     WaitingLanes,
     check_references,
+    max_hit_blocks,
     num_blocks_for,
 )
-from pdserve.request import Request
+from pdserve.request import BlockId, Request
+
+BlockCopy = tuple[BlockId, BlockId]
+"""Source and target."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +71,16 @@ class Occupancy:
             len(request.token_ids),
             request.num_prompt_tokens + request.sampling.max_tokens,
             self._block_size,
+            request.sampling.n,
         )
 
     def find_for_landing(self, chain: HashChain) -> PrefixHit:
         """Finds what need not be sent: any full block, since the next token comes along."""
         return self.cache.find(chain, chain.num_full_blocks)
 
-    def find_for_computing(self, chain: HashChain) -> PrefixHit:
-        """Finds what need not be computed: the last token always is, for its logits."""
-        return self.cache.find(chain, (len(chain) - 1) // self._block_size)
+    def find_for_computing(self, request: Request, chain: HashChain) -> PrefixHit:
+        """Finds what need not be computed."""
+        return self.cache.find(chain, max_hit_blocks(request, chain))
 
     def num_hit_tokens(self, hit: PrefixHit) -> int:
         """Returns the tokens in the blocks of a hit."""
@@ -83,7 +89,8 @@ class Occupancy:
     def has_room(self, hit: PrefixHit, need: BlockNeed, num_claimed: int = 0) -> bool:
         """Says whether a sequence can start, `num_claimed` blocks being meant for another."""
         num_available = self.cache.pool.num_available - hit.num_unreferenced - num_claimed
-        num_growing = len(self.at(Stage.RUNNING)) + len(self.computing)
+        num_growing = len(self.at(Stage.RUNNING))
+        num_growing += sum(sequence.request.sampling.n for sequence in self.computing)
         return has_room(num_available, num_growing, need.num_table_blocks - len(hit.block_ids))
 
     def num_claimed_by_head(self) -> int:
@@ -94,7 +101,7 @@ class Occupancy:
         head = self.lanes.head()
         if head is None:
             return 0
-        hit = self.find_for_computing(head.chain)
+        hit = self.find_for_computing(head.request, head.chain)
         num_new = self.need(head.request).num_table_blocks - len(hit.block_ids)
         return num_new + hit.num_unreferenced
 
@@ -109,22 +116,78 @@ class Occupancy:
         self.counters.prefix_cache_queries += len(sequence.chain)
         self.counters.prefix_cache_hits += sequence.num_cached_tokens
 
-    def grow(self, sequence: SequenceState) -> bool:
-        """Gives a sequence the block of its next token; False if it had to go itself.
+    def prepare(self, sequence: SequenceState) -> tuple[BlockCopy, ...] | None:
+        """Gives a running sequence a block of its own for its next token.
 
         While no block is left the youngest holder goes. One that is alone never needs more than
         the pool has: that was checked when it came.
+
+        Returns:
+            The block to copy before the step, if other samples read the present one; None if the
+            sequence had to go itself.
         """
-        num_blocks = num_blocks_for(len(sequence.chain), self._block_size)
-        if num_blocks <= len(sequence.table.block_ids):
-            return True
-        while self.cache.pool.num_available == 0:
+        while self._lacks_block(sequence):
+            if self.cache.pool.num_available:
+                return self._take_block(sequence)
             youngest = [holder for holder in self.roster if holder.table.block_ids][-1]
             self.give_up(youngest)
             if youngest is sequence:
-                return False
-        self.cache.grow(sequence.table, num_blocks)
+                return None
+        return ()
+
+    def _lacks_block(self, sequence: SequenceState) -> bool:
+        index = sequence.num_computed // self._block_size
+        blocks = sequence.table.block_ids
+        return index == len(blocks) or self.cache.pool.is_shared(blocks[index])
+
+    def _take_block(self, sequence: SequenceState) -> tuple[BlockCopy, ...]:
+        index = sequence.num_computed // self._block_size
+        if index == len(sequence.table.block_ids):
+            self.cache.grow(sequence.table, index + 1)
+            return ()
+        copy = self.cache.make_writable(sequence.table, index)
+        assert copy is not None
+        return (copy,)
+
+    def go_on(self, sequence: SequenceState, tokens: Mapping[int, int]) -> tuple[Request, ...]:
+        """Lets each sample with a token run, and drops what is left of the sequence.
+
+        The samples share the blocks of the tokens known so far; the blocks that were held for
+        their growth are free for them now, one for each.
+
+        Args:
+            sequence: KV of all its tokens is valid.
+            tokens: the next token, by sample index; samples that have ended have none.
+
+        Returns:
+            What runs now; a sample of which a newer attempt is here does not.
+        """
+        request = sequence.request
+        if request.sampling.n == 1 and tokens:
+            self.run(sequence, tokens[request.sample_index])
+            return (request,)
+        samples = [request.sample(index) for index in tokens]
+        forks = [self._fork(sequence, one) for one in samples if self._admits(one)]
+        self.drop(sequence)
+        for fork in forks:
+            self.run(fork, tokens[fork.request.sample_index])
+        return tuple(fork.request for fork in forks)
+
+    def _admits(self, sample: Request) -> bool:
+        known = self.roster.find(sample.request_id)
+        if known is None:
+            return True
+        if known.request.attempt >= sample.attempt:
+            return False
+        self.drop(known)
         return True
+
+    def _fork(self, sequence: SequenceState, sample: Request) -> SequenceState:
+        fork = self.roster.add(sample, sequence.chain.fork(), Stage.RUNNING, sequence.arrived_s)
+        num_shared = num_blocks_for(len(sequence.chain), self._block_size)
+        fork.table = self.cache.fork(sequence.table, num_shared)
+        fork.num_computed = sequence.num_computed
+        return fork
 
     def run(self, sequence: SequenceState, token_id: int) -> None:
         """Appends a sampled token; the sequence runs from then on."""

@@ -1,4 +1,4 @@
-"""The rank process of a decode worker."""
+"""The rank processes of a decode worker."""
 
 import secrets
 import sys
@@ -7,29 +7,37 @@ from decode_worker.engine import DecodeEngine
 from decode_worker.landing import LandingDesk
 from decode_worker.reserver import SchedulerReserver
 from decode_worker.scheduler import DecodeScheduler
+from kv_transfer.codec import endpoint_from_wire
 from kv_transfer.decode_side import DecodeHandoffs
-from kv_transfer.plan import frame_bytes
+from kv_transfer.follower_desk import FollowerDesk
+from kv_transfer.plan import max_frame_bytes
 from kv_transfer.protocol import Identity
+from kv_transfer.ranked_shipping import RankedUnloader
 from kv_transfer.receiver import LinkListener
+from kv_transfer.shipping import RankUnloader, Unloader
 from kv_transfer.transport import FrameReceiver
+from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import ReservationId, WorkerId
 
 
-def make_links(context: RankContext) -> FrameReceiver:
+def make_links(context: RankContext | FollowerContext, rank: int = 0) -> FrameReceiver:
     """Listens for links of prefill ranks."""
     handoff = context.config.handoff
     return LinkListener(
         host=context.config.host,
         incarnation=context.incarnation,
         config=handoff,
-        slot_bytes=frame_bytes(context.geometry, handoff.frame_tokens),
+        slot_bytes=max_frame_bytes(
+            context.geometry, rank, handoff.frame_tokens, handoff.wire_dtype
+        ),
         post=context.inbox.post,
+        rank=rank,
     )
 
 
 def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
-    """Puts the parts of a decode rank together."""
+    """Puts the parts of rank 0 together."""
     config = context.config
     scheduler = DecodeScheduler(
         config.engine,
@@ -43,16 +51,18 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
         worker_id=WorkerId(config.worker_id),
         incarnation=context.incarnation,
         compatibility_digest=context.geometry.digest(),
+        shape=context.geometry.shape,
     )
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
     )
+    unloader = _make_unloader(context, links)
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
         config=config.handoff,
         reserver=reserver,
-        link_endpoint=links.endpoint(),
+        link_endpoints=unloader.endpoints(),
         mint_id=lambda: ReservationId(secrets.token_bytes(16)),
         clock=context.clock,
     )
@@ -60,8 +70,8 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
         handoffs=handoffs,
         reserver=reserver,
         scheduler=scheduler,
-        kv=context.kv,
-        links=links,
+        unloader=unloader,
+        block_size=context.geometry.block_size,
         outbox=context.outbox,
     )
     return DecodeEngine(
@@ -75,5 +85,23 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
     )
 
 
+def build_follower(context: FollowerContext) -> FollowerDesk:
+    """Puts the parts of another rank together."""
+    return FollowerDesk(
+        rank=context.rank,
+        compute=context.compute,
+        tell=context.tell,
+        unloader=RankUnloader(context.kv, make_links(context, context.rank)),
+    )
+
+
+def _make_unloader(context: RankContext, links: FrameReceiver) -> Unloader:
+    local = RankUnloader(context.kv, links)
+    if context.followers is None:
+        return local
+    endpoints = [endpoint_from_wire(link) for link in context.follower_links]
+    return RankedUnloader(local, context.followers.send, endpoints)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda context: build_engine(context, make_links(context))))
+    sys.exit(run_rank(lambda context: build_engine(context, make_links(context)), build_follower))

@@ -1,5 +1,8 @@
 """Lets the hand-off protocol reserve and release blocks of the decode scheduler."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from decode_worker import admission
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.protocol import Refusal, RefusalReason, ReservedBlocks
@@ -12,6 +15,16 @@ _REASONS = {
 }
 
 
+@dataclass(slots=True)
+class _Key:
+    """What a reservation is for."""
+
+    request_id: RequestId
+    attempt: int
+    running: set[RequestId] = field(default_factory=set)
+    """Samples that were started and have not ended."""
+
+
 class SchedulerReserver:
     """A `BlockReserver` over the scheduler, which knows requests and attempts, not reservations."""
 
@@ -20,7 +33,7 @@ class SchedulerReserver:
         self._scheduler = scheduler
         self._max_model_len = max_model_len
         self._num_rejects = num_rejects
-        self._keys: dict[ReservationId, tuple[RequestId, int]] = {}
+        self._keys: dict[ReservationId, _Key] = {}
 
     def reserve(self, reservation_id: ReservationId, request: Request) -> ReservedBlocks | Refusal:
         """Takes all blocks the prompt and its first growth need, or none."""
@@ -40,40 +53,56 @@ class SchedulerReserver:
                 detail=answer.detail,
                 retry_after_s=answer.retry_after_s or 0.0,
             )
-        self._keys[reservation_id] = (request.request_id, request.attempt)
+        self._keys[reservation_id] = _Key(request.request_id, request.attempt)
         return ReservedBlocks(num_cached_tokens=answer.num_cached_tokens)
 
     def release(self, reservation_id: ReservationId) -> None:
         """Gives back the blocks of a reservation that did not start."""
-        request_id, attempt = self._keys.pop(reservation_id)
-        self._scheduler.release_reservation(request_id, attempt)
+        key = self._keys.pop(reservation_id)
+        self._scheduler.release_reservation(key.request_id, key.attempt)
 
-    def start(self, reservation_id: ReservationId, first_token: int) -> None:
-        """Lets a landed reservation run; the key stays, so that it can be stopped.
+    def start(
+        self, reservation_id: ReservationId, first_tokens: Mapping[int, int]
+    ) -> tuple[Request, ...]:
+        """Lets a landed reservation run; the key stays while a sample runs, so it can be stopped.
+
+        Returns:
+            The samples that run.
 
         Raises:
             StaleAttempt: the scheduler let go of it, or a newer attempt is here.
         """
-        request_id, attempt = self._keys[reservation_id]
-        self._scheduler.start(request_id, attempt, first_token)
+        key = self._keys[reservation_id]
+        samples = self._scheduler.start(key.request_id, key.attempt, first_tokens)
+        key.running = {sample.request_id for sample in samples}
+        if not samples:
+            del self._keys[reservation_id]
+        return samples
 
     def stop(self, reservation_id: ReservationId) -> None:
-        """Ends a sequence that was started from a reservation, if it still runs, silently."""
+        """Ends the samples that were started from a reservation and still run, silently."""
         key = self._keys.pop(reservation_id, None)
         if key is not None:
-            self._scheduler.cancel(*key)
+            for request_id in key.running:
+                self._scheduler.cancel(request_id, key.attempt)
 
     def key(self, reservation_id: ReservationId) -> tuple[RequestId, int]:
         """Returns the request and attempt that a reservation is for."""
-        return self._keys[reservation_id]
+        key = self._keys[reservation_id]
+        return key.request_id, key.attempt
 
     def find(self, request_id: RequestId, attempt: int) -> ReservationId | None:
         """Returns the reservation of an attempt."""
-        wanted = (request_id, attempt)
-        return next((key for key, value in self._keys.items() if value == wanted), None)
+        for reservation_id, key in self._keys.items():
+            if key.request_id == request_id and key.attempt == attempt:
+                return reservation_id
+        return None
 
     def forget(self, request_id: RequestId, attempt: int) -> None:
-        """Drops the key of a sequence that ended."""
-        reservation_id = self.find(request_id, attempt)
-        if reservation_id is not None:
-            del self._keys[reservation_id]
+        """Drops a sample that ended, and with the last one the key."""
+        for reservation_id, key in self._keys.items():
+            if key.attempt == attempt and request_id in key.running:
+                key.running.remove(request_id)
+                if not key.running:
+                    del self._keys[reservation_id]
+                return

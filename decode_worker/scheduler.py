@@ -10,17 +10,19 @@ router, a reservation back to its prefill worker. The oldest goes only when it i
 cannot be, since what exceeds the pool alone was refused; so each step takes some sequence on.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
-from decode_worker.occupancy import LetGo, Occupancy
+from decode_worker.occupancy import BlockCopy, LetGo, Occupancy
+from decode_worker.progress import DecodeProgress, make_progress
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
     SchedulerCounters,
     SchedulerLedger,
     SchedulerLoad,
-    SequenceTimes,
+    SequenceState,
     Stage,
     make_slice,
     num_chunk_tokens,
@@ -28,33 +30,11 @@ from pdserve.engine.scheduler import (
 from pdserve.errors import InvalidField, LocalPrefillRefused, TooLong
 from pdserve.request import (
     BlockId,
-    FinishReason,
     Request,
     RequestId,
-    SampledToken,
     finish_reason_after,
 )
 from pdserve.timeline import Clock
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeProgress:
-    """One token that a step made."""
-
-    request_id: RequestId
-    attempt: int
-    token: SampledToken
-    output_index: int
-    finish_reason: FinishReason | None
-    """Set with the last token; the blocks are freed by then."""
-    num_cached_tokens: int
-    """Tokens of the request whose KV came from the prefix cache."""
-    num_computed_here: int
-    """Tokens of the request that this worker computed itself."""
-    has_lost_handoff: bool
-    """They should have been handed off."""
-    times: SequenceTimes
-    """Of a sequence that was prefilled here; all None for a handed-off one."""
 
 
 class DecodeScheduler:
@@ -97,7 +77,7 @@ class DecodeScheduler:
             return True
         head = occupancy.lanes.head()
         return head is not None and occupancy.has_room(
-            occupancy.find_for_computing(head.chain), occupancy.need(head.request)
+            occupancy.find_for_computing(head.request, head.chain), occupancy.need(head.request)
         )
 
     @property
@@ -148,22 +128,25 @@ class DecodeScheduler:
     def release_reservation(self, request_id: RequestId, attempt: int) -> bool:
         """Gives a reservation's blocks back; False if there is none (it may be repeated)."""
         sequence = self._occupancy.roster.find(request_id)
-        if (
-            sequence is None
-            or sequence.request.attempt != attempt
-            or sequence.stage is not Stage.RESERVED
-        ):
+        if sequence is None or sequence.request.attempt != attempt:
+            return False
+        if sequence.stage is not Stage.RESERVED:
             return False
         self._occupancy.drop(sequence)
         return True
 
-    def start(self, request_id: RequestId, attempt: int, first_token: int) -> None:
+    def start(
+        self, request_id: RequestId, attempt: int, first_tokens: Mapping[int, int]
+    ) -> tuple[Request, ...]:
         """Lets a reserved sequence run: KV of all its tokens has landed in its blocks.
 
         Args:
             request_id: the request.
             attempt: its attempt.
-            first_token: sampled on prefill; its output index is the request's `num_emitted`.
+            first_tokens: by sample index, for samples that go on; all have the same output index.
+
+        Returns:
+            The samples that run now.
 
         Raises:
             StaleAttempt: it is not reserved here (any more).
@@ -171,11 +154,14 @@ class DecodeScheduler:
         occupancy = self._occupancy
         sequence = occupancy.roster.require(request_id, attempt, Stage.RESERVED)
         request = sequence.request
-        if finish_reason_after(request, request.num_emitted + 1, first_token) is not None:
-            raise InvalidField("first_token", first_token, "a token that does not end the output")
+        count = request.num_emitted + 1
+        if any(finish_reason_after(request, count, token) for token in first_tokens.values()):
+            raise InvalidField("first_tokens", first_tokens, "tokens that do not end the output")
+        if not first_tokens or not first_tokens.keys() <= set(request.sample_indices):
+            raise InvalidField("first_tokens", sorted(first_tokens), "samples of the request")
         sequence.num_computed = len(request.token_ids)
         occupancy.cache.enter(sequence.table, sequence.chain, sequence.num_computed)
-        occupancy.run(sequence, first_token)
+        return occupancy.go_on(sequence, first_tokens)
 
     def submit_local(
         self,
@@ -213,7 +199,7 @@ class DecodeScheduler:
             occupancy.drop(older)
         occupancy.lanes.require_room()
         chain = occupancy.chain(request)
-        hit = occupancy.find_for_computing(chain)
+        hit = occupancy.find_for_computing(request, chain)
         num_to_compute = num_tokens - occupancy.num_hit_tokens(hit)
         limits = (max_prefill_tokens, self._max_local_prefill_tokens)
         limit = min((one for one in limits if one is not None), default=None)
@@ -245,13 +231,13 @@ class DecodeScheduler:
 
     def plan_step(self) -> StepPlan | None:
         """Plans the next step; None if nothing can be computed. May let sequences go."""
-        slices = self._plan_running()
+        slices, copies = self._plan_running()
         slices += self._plan_prefill(
             self._config.max_num_batched_tokens - len(slices),
             self._config.max_num_seqs - len(slices),
         )
         self._pace.begin_step()
-        return StepPlan(slices=tuple(slices)) if slices else None
+        return StepPlan(slices=tuple(slices), copies=tuple(copies)) if slices else None
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> tuple[DecodeProgress, ...]:
         """Books a step that was run; sequences dropped meanwhile are left out."""
@@ -270,32 +256,28 @@ class DecodeScheduler:
             self._occupancy.cache.enter(sequence.table, sequence.chain, part.end)
             if part.output_index is None:
                 continue
-            token = result.sampled[part.request.request_id]
-            self._occupancy.counters.generation_tokens += 1
             if sequence.stage is Stage.COMPUTING:
                 sequence.sampled_s = self._clock.now()
-            reason = finish_reason_after(part.request, part.output_index + 1, token.token_id)
-            if reason is None:
-                self._occupancy.run(sequence, token.token_id)
-            else:
-                self._occupancy.drop(sequence)
-            progress.append(
-                DecodeProgress(
-                    request_id=part.request.request_id,
-                    attempt=part.request.attempt,
-                    token=token,
-                    output_index=part.output_index,
-                    finish_reason=reason,
-                    num_cached_tokens=sequence.num_cached_tokens,
-                    num_computed_here=sequence.num_computed_here,
-                    has_lost_handoff=sequence.has_lost_handoff,
-                    times=sequence.times,
-                )
-            )
+            progress += self._book_tokens(sequence, part.output_index, result)
         return tuple(progress)
 
+    def _book_tokens(
+        self, sequence: SequenceState, output_index: int, result: StepResult
+    ) -> tuple[DecodeProgress, ...]:
+        """Books the next token of each sample; those that go on run."""
+        progress = make_progress(sequence, output_index, result)
+        self._occupancy.counters.generation_tokens += len(progress)
+        indices = sequence.request.sample_indices
+        tokens = {
+            index: entry.token.token_id
+            for index, entry in zip(indices, progress, strict=True)
+            if entry.finish_reason is None
+        }
+        self._occupancy.go_on(sequence, tokens)
+        return progress
+
     def take_let_go(self) -> tuple[LetGo, ...]:
-        """Names, once, the sequences given up since the last call: ask after each plan."""
+        """Names, once, what was given up since the last call: ask after each plan."""
         return self._occupancy.take_let_go()
 
     def drain(self) -> tuple[LetGo, ...]:
@@ -303,6 +285,11 @@ class DecodeScheduler:
         for sequence in self._occupancy.roster:
             self._occupancy.give_up(sequence)
         return self._occupancy.take_let_go()
+
+    def find(self, request_id: RequestId) -> Request | None:
+        """Returns the live attempt of a request."""
+        sequence = self._occupancy.roster.find(request_id)
+        return None if sequence is None else sequence.request
 
     def stage_of(self, request_id: RequestId) -> Stage | None:
         """Returns where a request stands; None if it is not here."""
@@ -337,7 +324,7 @@ class DecodeScheduler:
         """Asserts that pool, cache and tables agree."""
         self._occupancy.check()
 
-    def _plan_running(self) -> list[SequenceSlice]:
+    def _plan_running(self) -> tuple[list[SequenceSlice], list[BlockCopy]]:
         # Prompts that are being computed keep their seats, or landing sequences would starve them.
         num_computing = len(self._occupancy.computing)
         max_running = min(
@@ -345,13 +332,18 @@ class DecodeScheduler:
             self._config.max_num_batched_tokens - bool(num_computing),
         )
         slices: list[SequenceSlice] = []
+        copies: list[BlockCopy] = []
         # The oldest first: whoever must go for one of them is younger, so not in a slice yet.
         for sequence in self._occupancy.at(Stage.RUNNING):
             if len(slices) == max(1, max_running):
                 break
-            if self._occupancy.roster.is_live(sequence) and self._occupancy.grow(sequence):
+            if not self._occupancy.roster.is_live(sequence):
+                continue
+            needed = self._occupancy.prepare(sequence)
+            if needed is not None:
+                copies += needed
                 slices.append(make_slice(sequence, 1))
-        return slices
+        return slices, copies
 
     def _plan_prefill(self, budget: int, max_slices: int) -> list[SequenceSlice]:
         slices: list[SequenceSlice] = []
@@ -381,7 +373,7 @@ class DecodeScheduler:
         sequence = occupancy.lanes.head()
         if sequence is None:
             return 0
-        hit = occupancy.find_for_computing(sequence.chain)
+        hit = occupancy.find_for_computing(sequence.request, sequence.chain)
         num_cached, num_tokens = occupancy.num_hit_tokens(hit), len(sequence.chain)
         limit = sequence.max_computed_here
         if limit is not None and num_tokens - num_cached > limit:

@@ -18,6 +18,7 @@ from kv_transfer.protocol import (
     RefusalReason,
 )
 from kv_transfer.transport import LinkStatus
+from pdserve.config.shape import KvShape
 from pdserve.request import HandoffId, Incarnation, Request, ReservationId, WorkerId
 from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
@@ -56,6 +57,36 @@ def target_from_wire(wire: worker_pb2.DecodeTarget) -> DecodeTarget:
     )
 
 
+def shape_to_wire(shape: KvShape) -> handoff_pb2.KvShape:
+    """Encodes what may differ between two workers' KV."""
+    return handoff_pb2.KvShape(
+        tensor_parallel=shape.tensor_parallel,
+        pipeline_parallel=shape.pipeline_parallel,
+        block_size=shape.block_size,
+        dtype=shape.dtype,
+    )
+
+
+def shape_from_wire(wire: handoff_pb2.KvShape) -> KvShape:
+    """Decodes what may differ between two workers' KV."""
+    return KvShape(
+        tensor_parallel=wire.tensor_parallel,
+        pipeline_parallel=wire.pipeline_parallel,
+        block_size=wire.block_size,
+        dtype=wire.dtype,
+    )
+
+
+def endpoint_to_wire(endpoint: LinkEndpoint) -> handoff_pb2.LinkEndpoint:
+    """Encodes where a rank listens for links."""
+    return handoff_pb2.LinkEndpoint(host=endpoint.host, port=endpoint.port, token=endpoint.token)
+
+
+def endpoint_from_wire(wire: handoff_pb2.LinkEndpoint) -> LinkEndpoint:
+    """Decodes where a rank listens for links."""
+    return LinkEndpoint(host=wire.host, port=wire.port, token=wire.token)
+
+
 def envelope_to_wire(envelope: Envelope) -> handoff_pb2.Envelope:
     """Encodes an envelope."""
     return handoff_pb2.Envelope(
@@ -69,6 +100,7 @@ def envelope_to_wire(envelope: Envelope) -> handoff_pb2.Envelope:
         reservation_id=envelope.reservation_id or b"",
         tenant_salt_digest=envelope.tenant_salt_digest,
         compatibility_digest=envelope.compatibility_digest,
+        prefill_shape=shape_to_wire(envelope.prefill_shape),
     )
 
 
@@ -85,6 +117,7 @@ def envelope_from_wire(wire: handoff_pb2.Envelope) -> Envelope:
         reservation_id=ReservationId(wire.reservation_id) if wire.reservation_id else None,
         tenant_salt_digest=wire.tenant_salt_digest,
         compatibility_digest=wire.compatibility_digest,
+        prefill_shape=shape_from_wire(wire.prefill_shape),
     )
 
 
@@ -111,16 +144,15 @@ def reserve_answer_to_wire(answer: Grant | Refusal) -> handoff_pb2.ReserveRespon
             retry_after_s=answer.retry_after_s,
         )
         return handoff_pb2.ReserveResponse(refusal=refusal)
-    link = handoff_pb2.LinkEndpoint(
-        host=answer.link.host, port=answer.link.port, token=answer.link.token
-    )
     grant = handoff_pb2.Grant(
         reservation_id=answer.reservation_id,
         num_cached_tokens=answer.num_cached_tokens,
         manifest_digest=answer.manifest_digest,
-        link=link,
+        links=[endpoint_to_wire(link) for link in answer.links],
         lease_s=answer.lease_s,
         frame_tokens=answer.frame_tokens,
+        decode_shape=shape_to_wire(answer.decode_shape),
+        wire_dtype=answer.wire_dtype,
     )
     return handoff_pb2.ReserveResponse(grant=grant)
 
@@ -141,9 +173,11 @@ def reserve_answer_from_wire(wire: handoff_pb2.ReserveResponse) -> Grant | Refus
         reservation_id=ReservationId(grant.reservation_id),
         num_cached_tokens=grant.num_cached_tokens,
         manifest_digest=grant.manifest_digest,
-        link=LinkEndpoint(host=grant.link.host, port=grant.link.port, token=grant.link.token),
+        links=tuple(endpoint_from_wire(link) for link in grant.links),
         lease_s=grant.lease_s,
         frame_tokens=grant.frame_tokens,
+        decode_shape=shape_from_wire(grant.decode_shape),
+        wire_dtype=grant.wire_dtype,
     )
 
 
@@ -180,12 +214,12 @@ def reserve_to_wire(envelope: Envelope, request: Request) -> handoff_pb2.Reserve
 
 
 def commit_to_wire(
-    envelope: Envelope, token: FirstToken, manifest_digest: bytes
+    envelope: Envelope, tokens: Iterable[FirstToken], manifest_digest: bytes
 ) -> handoff_pb2.CommitRequest:
     """Encodes a Commit call."""
     return handoff_pb2.CommitRequest(
         envelope=envelope_to_wire(envelope),
-        first_tokens=[first_token_to_wire(token)],
+        first_tokens=[first_token_to_wire(token) for token in tokens],
         manifest_digest=manifest_digest,
     )
 

@@ -43,12 +43,22 @@ class RejectFrame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The KV of the whole prompt is there: run the sequence. Its blocks are the scheduler's now."""
+    """The KV of the whole prompt is there: run its samples. The blocks are the scheduler's now."""
 
     reservation_id: ReservationId
     envelope: Envelope
     request: Request
-    first_token: FirstToken
+    first_tokens: tuple[FirstToken, ...]
+    """One for each sample that goes on."""
 
 
 DecodeAction = AnswerReserve | AnswerCommit | Scatter | RejectFrame | Start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelOutcome:
+    """What a cancel met, and what it causes."""
+
+    was_known: bool
+    """True: a reservation of this request was dropped."""
+    actions: list[DecodeAction]

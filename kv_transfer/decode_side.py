@@ -1,19 +1,20 @@
 """The decode worker's side of all its hand-offs (the ladder is drawn in `protocol.py`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kv_transfer.decode_actions import (
     AnswerCommit,
     AnswerReserve,
+    CancelOutcome,
     DecodeAction,
     RejectFrame,
     Scatter,
     Start,
 )
 from kv_transfer.decode_counters import DecodeCounters
-from kv_transfer.events import FrameLanded, LinkId
+from kv_transfer.events import FrameLanded, LinkEnds, LinkId
 from kv_transfer.fences import Fences
+from kv_transfer.lanes import KvPair, make_pair
 from kv_transfer.plan import make_manifest
 from kv_transfer.protocol import (
     Acknowledged,
@@ -31,19 +32,11 @@ from kv_transfer.protocol import (
 from kv_transfer.reservation import Reservation
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
+from pdserve.errors import ConfigError
 from pdserve.request import HandoffId, Incarnation, Request, RequestId, ReservationId, WorkerId
 from pdserve.timeline import Clock
 
 RETRY_AFTER_QUARANTINE_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CancelOutcome:
-    """What a cancel met, and what it causes."""
-
-    was_known: bool
-    """True: a reservation of this request was dropped."""
-    actions: list[DecodeAction]
 
 
 class DecodeHandoffs:
@@ -60,7 +53,7 @@ class DecodeHandoffs:
         geometry: KvGeometry,
         config: HandoffConfig,
         reserver: BlockReserver,
-        link_endpoint: LinkEndpoint,
+        link_endpoints: tuple[LinkEndpoint, ...],
         mint_id: Callable[[], ReservationId],
         clock: Clock,
     ) -> None:
@@ -71,7 +64,7 @@ class DecodeHandoffs:
             geometry: the shape of its blocks.
             config: leases and frame size.
             reserver: the scheduler.
-            link_endpoint: where this worker's rank listens for links.
+            link_endpoints: where this worker's ranks listen for links, in their order.
             mint_id: returns 128 fresh random bits.
             clock: gives monotonic seconds.
         """
@@ -82,14 +75,14 @@ class DecodeHandoffs:
         self._geometry = geometry
         self._config = config
         self._reserver = reserver
-        self._link_endpoint = link_endpoint
+        self._link_endpoints = link_endpoints
         self._mint_id = mint_id
         self._clock = clock
         self._reservations: dict[ReservationId, Reservation] = {}
         self._by_handoff: dict[HandoffId, ReservationId] = {}
         self._peers: dict[WorkerId, Incarnation] = {}
-        self._epochs: dict[Incarnation, int] = {}
-        """Of the latest link over which each peer's frames came."""
+        self._epochs: dict[LinkEnds, int] = {}
+        """Of the latest link over which frames of each pair of ranks came."""
         self._fences = Fences(keep_s=6 * max(config.lease_s, config.frame_timeout_s))
 
     @property
@@ -104,9 +97,9 @@ class DecodeHandoffs:
 
     def reserve(self, call_id: int, envelope: Envelope, request: Request) -> list[DecodeAction]:
         """Answers a Reserve call; a newer attempt drops what older ones of its hand-off hold."""
-        stale = self._check_envelope(envelope, request)
-        if stale is not None:
-            return [self._refuse(call_id, stale)]
+        pair = self._check_envelope(envelope, request)
+        if isinstance(pair, Refusal):
+            return [self._refuse(call_id, pair)]
         actions = self._meet_peer(envelope)
         live = self._find(envelope.handoff_id)
         if live is not None and live.envelope.key == envelope.key and not live.is_aborting:
@@ -119,7 +112,7 @@ class DecodeHandoffs:
         self._fences.raise_to(envelope.handoff_id, envelope.key, self._clock.now())
         for old in self._fences.take_started(envelope.handoff_id):
             self._reserver.stop(old)
-        return [*actions, self._grant(call_id, envelope, request)]
+        return [*actions, self._grant(call_id, envelope, request, pair)]
 
     def frame_landed(self, landed: FrameLanded) -> list[DecodeAction]:
         """Checks a frame; it is scattered, or rejected and its hand-off aborted."""
@@ -135,10 +128,9 @@ class DecodeHandoffs:
                 self._reject(landed, detail),
                 *self._abort(entry, RefusalReason.INCOMPATIBLE, detail),
             ]
-        entry.link = landed.link
-        self._epochs[landed.link.peer] = max(
-            landed.link.epoch, self._epochs.get(landed.link.peer, 0)
-        )
+        ends = landed.link.ends
+        entry.links[ends] = landed.link
+        self._epochs[ends] = max(landed.link.epoch, self._epochs.get(ends, 0))
         entry.landed.add(landed.frame_index)
         entry.scattering.add(landed.frame_index)
         entry.expires_at_s = self._clock.now() + self._config.lease_s
@@ -158,7 +150,11 @@ class DecodeHandoffs:
         return self._start_if_landed(entry)
 
     def commit(
-        self, call_id: int, envelope: Envelope, first_token: FirstToken, manifest_digest: bytes
+        self,
+        call_id: int,
+        envelope: Envelope,
+        first_tokens: tuple[FirstToken, ...],
+        manifest_digest: bytes,
     ) -> list[DecodeAction]:
         """Takes a Commit call, new or repeated; it is answered when all frames are there."""
         reservation_id = envelope.reservation_id
@@ -175,9 +171,9 @@ class DecodeHandoffs:
         entry.waiting_calls.append(call_id)
         if manifest_digest != entry.manifest.digest:
             return self._abort(entry, RefusalReason.INCOMPATIBLE, "the manifests differ")
-        if entry.first_token is not None and entry.first_token != first_token:
+        if entry.first_tokens and entry.first_tokens != first_tokens:
             return self._abort(entry, RefusalReason.INCOMPATIBLE, "two different first tokens")
-        entry.first_token = first_token
+        entry.first_tokens = first_tokens
         entry.expires_at_s = self._clock.now() + self._config.lease_s
         return self._start_if_landed(entry)
 
@@ -222,12 +218,15 @@ class DecodeHandoffs:
     def link_down(self, link: LinkId) -> list[DecodeAction]:
         """Drops what has not fully come over a link; landed hand-offs wait for their commit."""
         actions: list[DecodeAction] = []
-        is_latest = link.epoch >= self._epochs.get(link.peer, 0)
+        ends = link.ends
+        is_latest = link.epoch >= self._epochs.get(ends, 0)
         for entry in list(self._reservations.values()):
-            if entry.envelope.prefill_incarnation != link.peer or entry.has_all_frames:
+            is_peers = entry.envelope.prefill_incarnation == link.peer
+            if not is_peers or not entry.misses_frames_of(ends):
                 continue
-            # Without frames there is no telling which link was meant, but the peer's latest.
-            if entry.link == link or (entry.link is None and is_latest):
+            # Without frames there is no telling which link was meant, but the ranks' latest.
+            used = entry.links.get(ends)
+            if used == link or (used is None and is_latest):
                 actions += self._abort(entry, RefusalReason.STALE, "link down")
         return actions
 
@@ -244,7 +243,8 @@ class DecodeHandoffs:
 
     # Everything below is one step of the above.
 
-    def _check_envelope(self, envelope: Envelope, request: Request) -> Refusal | None:
+    def _check_envelope(self, envelope: Envelope, request: Request) -> KvPair | Refusal:
+        """Returns how KV travels from this prefill worker, or why it does not."""
         if (
             envelope.decode_worker_id != self._me.worker_id
             or envelope.decode_incarnation != self._me.incarnation
@@ -258,7 +258,11 @@ class DecodeHandoffs:
             return Refusal(reason=RefusalReason.STALE, detail="envelope and request differ")
         if self.is_draining:
             return Refusal(reason=RefusalReason.DRAINING, detail="this worker drains")
-        return None
+        theirs = self._geometry.in_shape(envelope.prefill_shape)
+        try:
+            return make_pair(theirs, self._geometry, self._config.wire_dtype)
+        except ConfigError as error:
+            return Refusal(reason=RefusalReason.INCOMPATIBLE, detail=str(error))
 
     def _meet_peer(self, envelope: Envelope) -> list[DecodeAction]:
         """Drops what an earlier life of the same prefill worker left behind."""
@@ -267,7 +271,7 @@ class DecodeHandoffs:
             return []
         old = self._peers.get(worker_id)
         if old is not None:
-            self._epochs.pop(old, None)
+            self._epochs = {ends: at for ends, at in self._epochs.items() if ends.peer != old}
         self._peers[worker_id] = incarnation
         actions: list[DecodeAction] = []
         for entry in list(self._reservations.values()):
@@ -276,7 +280,9 @@ class DecodeHandoffs:
                 actions += self._abort(entry, RefusalReason.STALE, "the prefill worker restarted")
         return actions
 
-    def _grant(self, call_id: int, envelope: Envelope, request: Request) -> AnswerReserve:
+    def _grant(
+        self, call_id: int, envelope: Envelope, request: Request, pair: KvPair
+    ) -> AnswerReserve:
         if self._find(envelope.handoff_id) is not None:
             # The older attempt's last scatter still writes the blocks of this very request.
             return self._refuse(
@@ -292,7 +298,7 @@ class DecodeHandoffs:
         if isinstance(outcome, Refusal):
             return self._refuse(call_id, outcome)
         manifest = make_manifest(
-            self._geometry,
+            pair,
             len(request.token_ids),
             outcome.num_cached_tokens,
             self._config.frame_tokens,
@@ -301,9 +307,11 @@ class DecodeHandoffs:
             reservation_id=reservation_id,
             num_cached_tokens=outcome.num_cached_tokens,
             manifest_digest=manifest.digest,
-            link=self._link_endpoint,
+            links=self._link_endpoints,
             lease_s=self._config.lease_s,
             frame_tokens=self._config.frame_tokens,
+            decode_shape=self._me.shape,
+            wire_dtype=pair.wire_dtype,
         )
         self._reservations[reservation_id] = Reservation(
             envelope=envelope,
@@ -317,7 +325,7 @@ class DecodeHandoffs:
         return AnswerReserve(call_id=call_id, answer=grant)
 
     def _start_if_landed(self, entry: Reservation) -> list[DecodeAction]:
-        if entry.first_token is None or not entry.has_landed:
+        if not entry.first_tokens or not entry.has_landed:
             return []
         self._forget(entry)
         self._fences.start(entry.envelope, entry.reservation_id, self._clock.now())
@@ -326,7 +334,7 @@ class DecodeHandoffs:
             reservation_id=entry.reservation_id,
             envelope=entry.envelope,
             request=entry.request,
-            first_token=entry.first_token,
+            first_tokens=entry.first_tokens,
         )
         return [
             start,

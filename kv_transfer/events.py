@@ -8,11 +8,27 @@ from pdserve.request import Incarnation, ReservationId, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class LinkId:
-    """One life of the link between two workers; a new one has a higher epoch."""
+    """One life of the link between two ranks; a new one has a higher epoch."""
 
     peer: Incarnation
     """Of the worker at the far end."""
     epoch: int
+    peer_rank: int = 0
+    own_rank: int = 0
+
+    @property
+    def ends(self) -> "LinkEnds":
+        """The two ranks, whatever the epoch."""
+        return LinkEnds(self.peer, self.peer_rank, self.own_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnds:
+    """A rank of a peer and a rank of this worker; all links between them follow one another."""
+
+    peer: Incarnation
+    peer_rank: int
+    own_rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +62,14 @@ class LinkDown:
     detail: str
     lost: frozenset[ReservationId] = frozenset()
     """On the sending side: reservations with frames that were not sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameUnloaded:
+    """Another rank of this worker has copied a frame into its blocks."""
+
+    reservation_id: ReservationId
+    frame_index: int
 
 
 LinkEvent = FrameLanded | FrameSent | LinkDown

@@ -42,20 +42,22 @@ class MemoryReceiver:
         ring_slots: int,
         slot_bytes: int,
         post: Post,
+        rank: int = 0,
     ) -> None:
         """Joins the hub."""
         self.incarnation = incarnation
+        self.rank = rank
         self.post = post
         self._hub = hub
         self._ring_slots = ring_slots
         self._slot_bytes = slot_bytes
         self._rings: dict[LinkId, dict[int, Tensor]] = {}
         self._senders: dict[LinkId, MemorySender] = {}
-        self._token = incarnation.to_bytes(8, "big")
+        self._token = incarnation.to_bytes(8, "big") + rank.to_bytes(4, "big")
         hub.receivers[self._token] = self
 
     def endpoint(self) -> LinkEndpoint:
-        """Returns where prefill workers connect, and what they must say."""
+        """Returns where prefill ranks connect, and what they must say."""
         return LinkEndpoint(host="memory", port=1, token=self._token)
 
     def land(self, link: LinkId, sender: "MemorySender", frame: OutgoingFrame) -> bool:
@@ -88,7 +90,7 @@ class MemoryReceiver:
         """Gives a landing slot back; a frame that waited for one lands at once."""
         # What a late reader would see must not look right.
         self._rings[landed.link].pop(landed.slot).fill_(0xFF)
-        self._senders[landed.link].pump(self.incarnation)
+        self._senders[landed.link].pump(self.incarnation, self.rank)
 
     def links(self) -> tuple[LinkStatus, ...]:
         """Lists links over which frames came."""
@@ -121,6 +123,7 @@ class MemorySender:
         incarnation: Incarnation,
         ring_slots: int,
         post: Post,
+        rank: int = 0,
     ) -> None:
         """Starts without links."""
         self.worker_id = worker_id
@@ -128,12 +131,13 @@ class MemorySender:
         self._incarnation = incarnation
         self._ring_slots = ring_slots
         self._post = post
-        self._links: dict[Incarnation, _MemoryLink] = {}
-        self._epochs: dict[Incarnation, int] = {}
+        self._rank = rank
+        self._links: dict[tuple[Incarnation, int], _MemoryLink] = {}
+        self._epochs: dict[tuple[Incarnation, int], int] = {}
 
-    def has_room(self, peer: Incarnation) -> bool:
-        """Says whether a frame for this peer may be packed and pushed now."""
-        link = self._links.get(peer)
+    def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
+        """Says whether a frame for this rank of a peer may be packed and pushed now."""
+        link = self._links.get((peer, rank))
         return link is None or len(link.queue) < self._ring_slots
 
     def open(self, peer: LinkPeer) -> None:
@@ -141,24 +145,25 @@ class MemorySender:
 
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
-        link = self._links.get(peer.incarnation)
+        key = (peer.incarnation, peer.rank)
+        link = self._links.get(key)
         if link is None:
-            epoch = self._epochs[peer.incarnation] = self._epochs.get(peer.incarnation, 0) + 1
+            epoch = self._epochs[key] = self._epochs.get(key, 0) + 1
+            link_id = LinkId(peer.incarnation, epoch, peer.rank, self._rank)
             receiver = self._hub.receivers.get(peer.endpoint.token)
-            if receiver is None or receiver.incarnation != peer.incarnation:
-                self._report_down(LinkId(peer.incarnation, epoch), peer, {frame.reservation_id})
+            if receiver is None or (receiver.incarnation, receiver.rank) != key:
+                self._report_down(link_id, peer, {frame.reservation_id})
                 return
-            link = _MemoryLink(LinkId(peer.incarnation, epoch), peer, receiver)
-            self._links[peer.incarnation] = link
+            link = self._links[key] = _MemoryLink(link_id, peer, receiver)
         link.queue.append(frame)
-        self.pump(peer.incarnation)
+        self.pump(*key)
 
-    def pump(self, peer: Incarnation) -> None:
+    def pump(self, peer: Incarnation, rank: int = 0) -> None:
         """Lands queued frames while there are slots."""
-        link = self._links.get(peer)
+        link = self._links.get((peer, rank))
         if link is None:
             return
-        landing = LinkId(self._incarnation, link.link_id.epoch)
+        landing = self._far_id(link)
         while link.queue and link.receiver.land(landing, self, link.queue[0]):
             frame = link.queue.popleft()
             link.bytes_sent += frame.payload.numel()
@@ -170,14 +175,14 @@ class MemorySender:
                 )
             )
 
-    def break_link(self, peer: Incarnation) -> None:
+    def break_link(self, peer: Incarnation, rank: int = 0) -> None:
         """Kills a link: both ends hear of it."""
-        link = self._links.pop(peer)
+        link = self._links.pop((peer, rank))
         lost = {frame.reservation_id for frame in link.queue}
         self._report_down(link.link_id, link.peer, lost)
         link.receiver.post(
             LinkDown(
-                link=LinkId(self._incarnation, link.link_id.epoch),
+                link=self._far_id(link),
                 worker_id=self.worker_id,
                 detail="broken",
             )
@@ -206,6 +211,10 @@ class MemorySender:
     def close(self) -> None:
         """Forgets all links."""
         self._links.clear()
+
+    def _far_id(self, link: _MemoryLink) -> LinkId:
+        """Returns the link's id as the receiving side sees it."""
+        return LinkId(self._incarnation, link.link_id.epoch, self._rank, link.receiver.rank)
 
     def _report_down(self, link_id: LinkId, peer: LinkPeer, lost: set[ReservationId]) -> None:
         self._post(

@@ -2,31 +2,51 @@
 
 A frame covers fixed, absolute token positions [k * frame_tokens, (k + 1) * frame_tokens), so its
 content does not depend on how prefill chunked its work. The first frame starts where the decode
-worker's cached prefix ends. Whole blocks travel: the last, partly filled one too.
+worker's cached prefix ends, the last one ends with the prompt. Each stretch of tokens is cut into
+one frame per lane, so both ends may differ in ranks; they may in block size, as frames count
+tokens, and in dtype, as frames have one of their own.
 """
 
 import hashlib
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 
+from kv_transfer.lanes import KvPair, make_lanes
 from pdserve.config.model import KvGeometry
-from pdserve.errors import ConfigError
+from pdserve.config.shape import ITEM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """One piece of KV: some consecutive blocks of a sequence, some layers, one pair of ranks."""
+    """One piece of KV: some consecutive tokens, layers and KV heads, from one rank to another."""
 
     index: int
-    first_block: int
-    """Position in the sequence's block table, not a block id."""
-    num_blocks: int
+    first_token: int
     end_token: int
-    """Computed tokens needed before the frame can be sent."""
+    """Exclusive; so many tokens must be computed before the frame can be sent."""
     first_layer: int
     num_layers: int
+    first_head: int
+    num_heads: int
     prefill_rank: int
     decode_rank: int
     num_bytes: int
+    dtype: str
+    """Of its values."""
+
+    @property
+    def tokens(self) -> range:
+        """Positions in the sequence."""
+        return range(self.first_token, self.end_token)
+
+    @property
+    def layers(self) -> range:
+        """Layers of the model."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def heads(self) -> range:
+        """KV heads of the model."""
+        return range(self.first_head, self.first_head + self.num_heads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +54,10 @@ class Manifest:
     """All frames of one hand-off, ordered by index."""
 
     frames: tuple[Frame, ...]
+    num_blocks: int
+    """Blocks of the decode worker that are filled."""
     digest: bytes
-    """32 bytes over every field of every frame."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks shipped."""
-        return sum(frame.num_blocks for frame in self.frames)
+    """32 bytes over both shapes and every field of every frame."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,15 +75,15 @@ class Manifest:
 
 
 def make_manifest(
-    geometry: KvGeometry, num_tokens: int, num_cached_tokens: int, frame_tokens: int
+    pair: KvPair, num_tokens: int, num_cached_tokens: int, frame_tokens: int
 ) -> Manifest:
     """Cuts tokens [num_cached_tokens, num_tokens) into frames; none if all are cached.
 
     Raises:
-        ValueError: frame_tokens or num_cached_tokens is no multiple of the block size, or more
-            tokens are cached than there are.
+        ValueError: frame_tokens or num_cached_tokens is no multiple of the decode worker's block
+            size, or more tokens are cached than there are.
     """
-    size = geometry.block_size
+    size = pair.decode.block_size
     for name, value in (("frame_tokens", frame_tokens), ("num_cached_tokens", num_cached_tokens)):
         if value % size:
             raise ValueError(f"{name} must be a multiple of block_size {size}, got {value}")
@@ -74,56 +91,52 @@ def make_manifest(
         raise ValueError(f"frame_tokens must be positive, got {frame_tokens}")
     if not 0 <= num_cached_tokens <= num_tokens:
         raise ValueError(f"num_cached_tokens must be in [0, {num_tokens}], got {num_cached_tokens}")
+    lanes = make_lanes(pair)
     frames: list[Frame] = []
     start = num_cached_tokens
     while start < num_tokens:
         end = min(start - start % frame_tokens + frame_tokens, num_tokens)
-        num_blocks = -(-end // size) - start // size
-        frames.append(
-            Frame(
-                index=len(frames),
-                first_block=start // size,
-                num_blocks=num_blocks,
-                end_token=end,
-                first_layer=0,
-                num_layers=geometry.num_layers,
-                prefill_rank=0,
-                decode_rank=0,
-                num_bytes=num_blocks * geometry.bytes_per_block,
+        for lane in lanes:
+            num_values = (end - start) * len(lane.layers) * len(lane.heads)
+            frames.append(
+                Frame(
+                    index=len(frames),
+                    first_token=start,
+                    end_token=end,
+                    first_layer=lane.layers.start,
+                    num_layers=len(lane.layers),
+                    first_head=lane.heads.start,
+                    num_heads=len(lane.heads),
+                    prefill_rank=lane.prefill_rank,
+                    decode_rank=lane.decode_rank,
+                    num_bytes=num_values * pair.wire_bytes_per_head,
+                    dtype=pair.wire_dtype,
+                )
             )
-        )
         start = end
-    return Manifest(frames=tuple(frames), digest=_digest(geometry, frames))
+    return Manifest(
+        frames=tuple(frames),
+        num_blocks=-(-num_tokens // size) - num_cached_tokens // size,
+        digest=_digest(pair, frames),
+    )
 
 
-def frame_bytes(geometry: KvGeometry, frame_tokens: int) -> int:
-    """Returns the largest frame's size: what a landing slot must hold."""
-    return frame_tokens // geometry.block_size * geometry.bytes_per_block
+def max_frame_bytes(geometry: KvGeometry, rank: int, frame_tokens: int, wire_dtype: str) -> int:
+    """Returns the size of the largest frame that a decode rank can get: of a landing slot.
 
-
-def check_compatible(prefill: KvGeometry, decode: KvGeometry) -> None:
-    """Checks that KV of one worker can be used by the other as it is.
-
-    Raises:
-        ConfigError: names the first field that differs or is not supported, with both values.
+    No wire dtype that is negotiated is wider than the decode worker's own.
     """
-    theirs = asdict(decode)
-    for name, value in asdict(prefill).items():
-        if theirs[name] != value:
-            raise ConfigError(
-                f"{name} differs between the prefill and the decode worker: "
-                f"{value!r} and {theirs[name]!r}"
-            )
-    for name, value in (
-        ("tensor_parallel", prefill.tensor_parallel),
-        ("pipeline_parallel", prefill.pipeline_parallel),
-    ):
-        if value != 1:
-            raise ConfigError(f"{name} must be 1 for a hand-off, got {value}")
+    part = geometry.parts[rank]
+    item_bytes = ITEM_BYTES.get(wire_dtype, geometry.item_bytes)
+    values = 2 * len(part.layers) * len(part.kv_heads) * geometry.head_dim
+    return frame_tokens * values * item_bytes
 
 
-def _digest(geometry: KvGeometry, frames: list[Frame]) -> bytes:
-    digest = hashlib.sha256(geometry.digest())
+def _digest(pair: KvPair, frames: list[Frame]) -> bytes:
+    digest = hashlib.sha256(pair.decode.digest())
+    for geometry in (pair.prefill, pair.decode):
+        digest.update(repr(astuple(geometry.shape)).encode())
+    digest.update(pair.wire_dtype.encode())
     for frame in frames:
-        digest.update(b"".join(int(field).to_bytes(8, "big") for field in astuple(frame)))
+        digest.update(repr(astuple(frame)).encode())
     return digest.digest()

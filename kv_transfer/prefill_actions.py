@@ -46,7 +46,8 @@ class SendCommit:
 
     target: DecodeTarget
     envelope: Envelope
-    first_token: FirstToken
+    first_tokens: tuple[FirstToken, ...]
+    """One for each sample that goes on."""
     manifest_digest: bytes
     timeout_s: float
 
@@ -67,6 +68,16 @@ class SendRenew:
     target: DecodeTarget
     envelope: Envelope
     timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkUse:
+    """One pair of ranks between which frames of a hand-off go."""
+
+    target: DecodeTarget
+    endpoint: LinkEndpoint
+    prefill_rank: int
+    decode_rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,11 @@
 """The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
 
-from kv_transfer.plan import Manifest, make_manifest
+from kv_transfer.grants import derive_manifest, list_links
+from kv_transfer.plan import Manifest
 from kv_transfer.prefill_actions import (
     TERMINAL_STAGES,
     DropFrames,
+    LinkUse,
     PrefillAction,
     PrefillStage,
     PushFrame,
@@ -70,7 +72,7 @@ class PrefillHandoff:
         self._num_computed_tokens = 0
         self._num_pushed = 0
         self._sent: set[int] = set()
-        self._token: FirstToken | None = None
+        self._tokens: tuple[FirstToken, ...] = ()
         self._token_at_s = 0.0
         self._last_decode_attempt = 0
         self._unplaced_at_s: float | None = None
@@ -91,12 +93,12 @@ class PrefillHandoff:
     @property
     def is_held(self) -> bool:
         """True while computed KV waits for a decode worker."""
-        return self.stage is PrefillStage.UNPLACED and self._token is not None
+        return self.stage is PrefillStage.UNPLACED and bool(self._tokens)
 
     @property
     def has_token(self) -> bool:
         """True once the first token was sampled."""
-        return self._token is not None
+        return bool(self._tokens)
 
     @property
     def target(self) -> DecodeTarget | None:
@@ -107,6 +109,13 @@ class PrefillHandoff:
     def reservation_id(self) -> ReservationId | None:
         """The reservation it holds on decode."""
         return None if self._grant is None else self._grant.reservation_id
+
+    @property
+    def links(self) -> tuple[LinkUse, ...]:
+        """The links that its frames take; none before the grant."""
+        if self._grant is None or self._manifest is None or self._target is None:
+            return ()
+        return list_links(self._manifest, self._grant, self._target)
 
     def place(self, target: DecodeTarget) -> list[PrefillAction]:
         """Asks a decode worker for a reservation; ignored unless it is a newer attempt.
@@ -148,8 +157,8 @@ class PrefillHandoff:
             detail = f"refused ({outcome.reason.value}): {outcome.detail}"
             return self._unplace(detail, outcome.retry_after_s, must_abort=False)
         self._grant = outcome
-        manifest = self._derive_manifest(outcome)
-        if manifest is None or manifest.digest != outcome.manifest_digest:
+        manifest = derive_manifest(self._geometry, outcome, len(self.request.token_ids))
+        if manifest is None:
             return self._unplace("the manifests differ", None)
         self._manifest = manifest
         self._renewed_at_s = self._clock.now()
@@ -163,12 +172,19 @@ class PrefillHandoff:
         self._num_computed_tokens = max(self._num_computed_tokens, num_tokens)
         return self._push_ready()
 
-    def sampled(self, token: FirstToken, *, is_finished: bool) -> list[PrefillAction]:
-        """Takes the token after the last prompt token; `is_finished`: it ends the sequence."""
+    @property
+    def live_samples(self) -> tuple[Request, ...]:
+        """The samples of the request that did not end here, each as a request of its own."""
+        if not self._tokens:
+            return self.request.samples()
+        return tuple(self.request.sample(token.sample_index) for token in self._tokens)
+
+    def sampled(self, *tokens: FirstToken, is_finished: bool) -> list[PrefillAction]:
+        """Takes the next token of each sample that goes on; `is_finished`: none does."""
         if self.is_done:
             return []
         self._num_computed_tokens = len(self.request.token_ids)
-        self._token = token
+        self._tokens = tokens
         self._token_at_s = self._clock.now()
         if is_finished:
             return self._finish(PrefillStage.FINISHED, "finished at prefill")
@@ -240,17 +256,6 @@ class PrefillHandoff:
 
     # Everything below is one step of the above.
 
-    def _derive_manifest(self, grant: Grant) -> Manifest | None:
-        try:
-            return make_manifest(
-                self._geometry,
-                len(self.request.token_ids),
-                grant.num_cached_tokens,
-                grant.frame_tokens,
-            )
-        except ValueError:
-            return None
-
     def _push_ready(self) -> list[PrefillAction]:
         if self._grant is None or self._manifest is None or self._target is None:
             return []
@@ -262,7 +267,7 @@ class PrefillHandoff:
         return [
             PushFrame(
                 target=self._target,
-                endpoint=self._grant.link,
+                endpoint=self._grant.links[frame.decode_rank],
                 reservation_id=self._grant.reservation_id,
                 frame=frame,
             )
@@ -270,7 +275,7 @@ class PrefillHandoff:
         ]
 
     def _commit_if_ready(self) -> list[PrefillAction]:
-        if self.stage is not PrefillStage.SENDING or self._token is None:
+        if self.stage is not PrefillStage.SENDING or not self._tokens:
             return []
         self._enter(PrefillStage.COMMITTED)
         return [self._make_commit()]
@@ -278,12 +283,12 @@ class PrefillHandoff:
     def _make_commit(self) -> SendCommit:
         assert self._target is not None
         assert self._grant is not None
-        assert self._token is not None
+        assert self._tokens
         self._num_open_calls += 1
         return SendCommit(
             target=self._target,
             envelope=self._envelope(self._target, self._grant.reservation_id),
-            first_token=self._token,
+            first_tokens=self._tokens,
             manifest_digest=self._grant.manifest_digest,
             timeout_s=self._landing_timeout_s,
         )
@@ -356,7 +361,7 @@ class PrefillHandoff:
         ]
 
     def _expire_hold(self, now: float) -> list[PrefillAction]:
-        if self._token is None:
+        if not self._tokens:
             return []
         held_since_s = max(self._unplaced_at_s or self._token_at_s, self._token_at_s)
         if now - held_since_s <= self._config.hold_s:

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from pdserve.config.shape import KvShape
 from pdserve.request import HandoffId, Incarnation, Request, ReservationId, WorkerId
 
 
@@ -48,6 +49,7 @@ class Identity:
     worker_id: WorkerId
     incarnation: Incarnation
     compatibility_digest: bytes
+    shape: KvShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +86,8 @@ class Envelope:
     """None before the grant."""
     tenant_salt_digest: bytes
     compatibility_digest: bytes
+    prefill_shape: KvShape
+    """How the prefill worker keeps its KV."""
 
     @property
     def key(self) -> AttemptKey:
@@ -107,11 +111,16 @@ class Grant:
 
     reservation_id: ReservationId
     num_cached_tokens: int
-    """Leading tokens that decode holds already; a multiple of the block size."""
+    """Leading tokens that decode holds already; a multiple of its block size."""
     manifest_digest: bytes
-    link: LinkEndpoint
+    links: tuple[LinkEndpoint, ...]
+    """Of the decode worker's ranks, in their order."""
     lease_s: float
     frame_tokens: int
+    decode_shape: KvShape
+    """How the decode worker keeps its KV."""
+    wire_dtype: str
+    """Of the values in frames."""
 
 
 class RefusalReason(Enum):
@@ -209,4 +218,5 @@ def make_envelope(
         reservation_id=reservation_id,
         tenant_salt_digest=salt_digest(request.tenant_salt),
         compatibility_digest=me.compatibility_digest,
+        prefill_shape=me.shape,
     )

@@ -7,7 +7,7 @@ import threading
 
 from torch import Tensor
 
-from kv_transfer.events import FrameLanded, LinkId, Post
+from kv_transfer.events import FrameLanded, LinkEnds, LinkId, Post
 from kv_transfer.links import TRANSPORT
 from kv_transfer.notices import LinkBroken, NoticeChannel
 from kv_transfer.protocol import LinkEndpoint
@@ -38,6 +38,7 @@ class LinkListener:
         config: HandoffConfig,
         slot_bytes: int,
         post: Post,
+        rank: int = 0,
     ) -> None:
         """Binds a free port of `host` and listens.
 
@@ -45,18 +46,20 @@ class LinkListener:
             host: the one address to listen on, and to bind links to.
             incarnation: of this worker.
             config: ring size and time-outs.
-            slot_bytes: the largest frame (`plan.frame_bytes`).
+            slot_bytes: the largest frame (`plan.max_frame_bytes`).
             post: the engine's inbox.
+            rank: of this process in its worker.
         """
         self._host = host
         self._incarnation = incarnation
         self._config = config
         self._slot_bytes = slot_bytes
         self._post = post
+        self._rank = rank
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
         self._links: dict[LinkId, ReceivingLink] = {}
-        self._epochs: dict[Incarnation, int] = {}
+        self._epochs: dict[LinkEnds, int] = {}
         self._threads: set[threading.Thread] = set()
         self._num_handshakes = 0
         self._num_rejected = 0
@@ -72,7 +75,7 @@ class LinkListener:
         return self._num_rejected
 
     def endpoint(self) -> LinkEndpoint:
-        """Returns where prefill workers connect, and what they must say."""
+        """Returns where prefill ranks connect, and what they must say."""
         return LinkEndpoint(host=self._host, port=self._port, token=self._token)
 
     def payload(self, landed: FrameLanded) -> Tensor:
@@ -159,7 +162,9 @@ class LinkListener:
         hello = channel.expect("hello", timeout_s).hello
         if not secrets.compare_digest(hello.token, self._token):
             raise LinkBroken("wrong token")
-        link_id = LinkId(Incarnation(hello.prefill_incarnation), hello.epoch)
+        link_id = LinkId(
+            Incarnation(hello.prefill_incarnation), hello.epoch, hello.prefill_rank, self._rank
+        )
         link = ReceivingLink(
             link_id=link_id,
             worker_id=WorkerId(hello.prefill_worker_id),
@@ -170,7 +175,7 @@ class LinkListener:
         )
         welcome = link_pb2.LinkWelcome(
             decode_incarnation=self._incarnation,
-            decode_rank=0,
+            decode_rank=self._rank,
             transport=TRANSPORT,
             slot_bytes=self._slot_bytes,
             num_slots=self._config.ring_slots,
@@ -180,18 +185,18 @@ class LinkListener:
         return link
 
     def _register(self, link: ReceivingLink) -> None:
-        """Makes a link the peer's only one: a newer epoch ends what is left of an older."""
-        peer, epoch = link.link_id.peer, link.link_id.epoch
+        """Makes a link the peer rank's only one: a newer epoch ends what is left of an older."""
+        ends, epoch = link.link_id.ends, link.link_id.epoch
         with self._lock:
             if self._is_closed:
                 raise LinkBroken("this worker closes")
-            if epoch <= self._epochs.get(peer, 0):
+            if epoch <= self._epochs.get(ends, 0):
                 raise LinkBroken(f"epoch {epoch} is not new")
-            self._epochs.pop(peer, None)
-            self._epochs[peer] = epoch
+            self._epochs.pop(ends, None)
+            self._epochs[ends] = epoch
             if len(self._epochs) > MAX_KNOWN_PEERS:
                 del self._epochs[next(iter(self._epochs))]
-            older = [other for other in self._links.values() if other.link_id.peer == peer]
+            older = [other for other in self._links.values() if other.link_id.ends == ends]
             self._links[link.link_id] = link
         for other in older:
             other.end("replaced by a newer link")

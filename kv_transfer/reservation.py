@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kv_transfer.events import FrameLanded, LinkId
+from kv_transfer.events import FrameLanded, LinkEnds, LinkId
 from kv_transfer.plan import Manifest
 from kv_transfer.protocol import Envelope, FirstToken, Grant
 from pdserve.request import Request, ReservationId
@@ -22,9 +22,10 @@ class Reservation:
     """Frames that were accepted."""
     scattering: set[int] = field(default_factory=set)
     """Accepted frames whose copy into the blocks is not confirmed."""
-    link: LinkId | None = None
-    """Over which the latest frame came."""
-    first_token: FirstToken | None = None
+    links: dict[LinkEnds, LinkId] = field(default_factory=dict)
+    """Over which the latest frame of each pair of ranks came."""
+    first_tokens: tuple[FirstToken, ...] = ()
+    """Empty before the commit."""
     waiting_calls: list[int] = field(default_factory=list)
     """Commit calls to answer."""
     is_aborting: bool = False
@@ -45,6 +46,14 @@ class Reservation:
         """True when every frame is in its blocks."""
         return self.has_all_frames and not self.scattering
 
+    def misses_frames_of(self, ends: LinkEnds) -> bool:
+        """Says whether a frame between these ranks has not come."""
+        return any(
+            frame.index not in self.landed
+            and (frame.prefill_rank, frame.decode_rank) == (ends.peer_rank, ends.own_rank)
+            for frame in self.manifest.frames
+        )
+
     def is_from(self, envelope: Envelope) -> bool:
         """Says whether an envelope comes from the worker that reserved."""
         mine = self.envelope
@@ -62,9 +71,12 @@ class Reservation:
             return "no such frame"
         if landed.frame_index in self.landed:
             return "came twice"
-        expected = self.manifest.frames[landed.frame_index].num_bytes
-        if landed.num_bytes != expected:
-            return f"{landed.num_bytes} bytes instead of {expected}"
+        frame = self.manifest.frames[landed.frame_index]
+        link = landed.link
+        if (frame.prefill_rank, frame.decode_rank) != (link.peer_rank, link.own_rank):
+            return f"came over the link of ranks {link.peer_rank} and {link.own_rank}"
+        if landed.num_bytes != frame.num_bytes:
+            return f"{landed.num_bytes} bytes instead of {frame.num_bytes}"
         if not landed.is_intact:
             return "checksum differs"
         return None

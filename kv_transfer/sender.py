@@ -1,4 +1,4 @@
-"""The sending end of links: one per decode worker's life, made on first use."""
+"""The sending end of links: one per rank of a decode worker's life, made on first use."""
 
 from kv_transfer.events import Post
 from kv_transfer.faults import FrameFaults
@@ -31,36 +31,38 @@ class LinkPool:
         self._post = post
         self._faults = FrameFaults(faults or FaultConfig())
         self._max_links = max_links
-        self._links: dict[Incarnation, SendingLink] = {}
+        self._links: dict[tuple[Incarnation, int], SendingLink] = {}
         """Least recently used first."""
         self._parting: list[SendingLink] = []
-        self._epochs: dict[Incarnation, int] = {}
+        self._epochs: dict[tuple[Incarnation, int], int] = {}
 
-    def has_room(self, peer: Incarnation) -> bool:
-        """Says whether a frame for this peer may be packed and pushed now."""
-        link = self._links.get(peer)
+    def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
+        """Says whether a frame for this rank of a peer may be packed and pushed now."""
+        link = self._links.get((peer, rank))
         return link is None or link.has_ended or link.has_room
 
     def open(self, peer: LinkPeer) -> None:
         """Begins to make the link, if there is none, so that the first frame need not wait."""
-        link = self._links.pop(peer.incarnation, None)
+        key = (peer.incarnation, peer.rank)
+        link = self._links.pop(key, None)
         if link is None or link.has_ended:
             if link is not None:
                 self._parting.append(link)
             link = self._make_link(peer)
             link.start()
-        self._links[peer.incarnation] = link
+        self._links[key] = link
 
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
-        link = self._links.pop(peer.incarnation, None)
+        key = (peer.incarnation, peer.rank)
+        link = self._links.pop(key, None)
         if link is None or not link.push(frame):
             if link is not None:
                 self._parting.append(link)
             link = self._make_link(peer)
             link.push(frame)
             link.start()
-        self._links[peer.incarnation] = link
+        self._links[key] = link
 
     def cancel(self, reservation_id: ReservationId) -> None:
         """Drops queued frames of a reservation, silently; one on the wire is sent to its end."""
@@ -85,8 +87,9 @@ class LinkPool:
     def _make_link(self, peer: LinkPeer) -> SendingLink:
         self._parting = [link for link in self._parting if link.is_running]
         self._make_room()
-        epoch = self._epochs.pop(peer.incarnation, 0) + 1
-        self._epochs[peer.incarnation] = epoch
+        key = (peer.incarnation, peer.rank)
+        epoch = self._epochs.pop(key, 0) + 1
+        self._epochs[key] = epoch
         if len(self._epochs) > MAX_KNOWN_PEERS:
             del self._epochs[next(iter(self._epochs))]
         return SendingLink(

@@ -25,6 +25,7 @@ class SenderIdentity:
     incarnation: Incarnation
     host: str
     """Local address of the links."""
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class SendingLink:
         post: Post,
     ) -> None:
         """Starts with an empty queue; `start` connects."""
-        self.link_id = LinkId(peer.incarnation, epoch)
+        self.link_id = LinkId(peer.incarnation, epoch, peer.rank, me.rank)
         self._me = me
         self._peer = peer
         self._config = config
@@ -191,13 +192,15 @@ class SendingLink:
             token=self._peer.endpoint.token,
             prefill_worker_id=self._me.worker_id,
             prefill_incarnation=self._me.incarnation,
-            prefill_rank=0,
+            prefill_rank=self._me.rank,
             epoch=self.link_id.epoch,
         )
         channel.send(link_pb2.LinkNotice(hello=hello), timeout_s)
         welcome = channel.expect("welcome", timeout_s).welcome
         if welcome.decode_incarnation != self._peer.incarnation:
             raise LinkBroken("another incarnation listens there")
+        if welcome.decode_rank != self._peer.rank:
+            raise LinkBroken(f"rank {welcome.decode_rank} listens there, not {self._peer.rank}")
         if welcome.transport != TRANSPORT:
             raise LinkBroken(f"the peer speaks {welcome.transport!r}, not {TRANSPORT!r}")
 

@@ -16,11 +16,12 @@ from pdserve.request import Incarnation, ReservationId, WorkerId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkPeer:
-    """A decode worker, as the prefill worker's links see it."""
+    """A rank of a decode worker, as a prefill rank's links see it."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     endpoint: LinkEndpoint
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +48,10 @@ class LinkStatus:
 
 
 class FrameSender(Protocol):
-    """The prefill worker's links."""
+    """The links of a prefill rank."""
 
-    def has_room(self, peer: Incarnation) -> bool:
-        """Says whether a frame for this peer may be packed and pushed now."""
+    def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
+        """Says whether a frame for this rank of a peer may be packed and pushed now."""
         ...
 
     def open(self, peer: LinkPeer) -> None:
@@ -75,10 +76,10 @@ class FrameSender(Protocol):
 
 
 class FrameReceiver(Protocol):
-    """The decode worker's links."""
+    """The links of a decode rank."""
 
     def endpoint(self) -> LinkEndpoint:
-        """Returns where prefill workers connect, and what they must say."""
+        """Returns where prefill ranks connect, and what they must say."""
         ...
 
     def payload(self, landed: FrameLanded) -> Tensor:

@@ -12,13 +12,30 @@ from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 
 @dataclass(kw_only=True)
+class SampleOutput:
+    """The output of one of several samples."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    finish: inference_pb2.SampleFinish | None = None
+
+
+@dataclass(kw_only=True)
 class Generation:
-    """What came of one request, so far or in the end."""
+    """What came of one request, so far or in the end; of its first sample unless said otherwise."""
 
     request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    samples: dict[int, SampleOutput] = field(default_factory=dict)
+    """All samples by index, the first one included."""
+    prompt_ids: list[int] = field(default_factory=list)
+    """The prompt, if it was asked for (`echo`)."""
+    prompt_text: str = ""
+    prompt_logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    """Of the prompt from its second token on."""
     sequences: list[int] = field(default_factory=list)
     """Numbers of the messages, to be gap-free from 0."""
     finish: inference_pb2.SampleFinish | None = None
@@ -32,9 +49,23 @@ class Generation:
         if response.HasField("completion"):
             completion = response.completion
             self.finish = completion.samples[0] if completion.samples else None
+            for finish in completion.samples:
+                self.samples.setdefault(finish.index, SampleOutput()).finish = finish
             self.usage, self.timeline = completion.usage, completion.timeline
             return ""
+        if response.HasField("prompt"):
+            prompt = response.prompt
+            self.prompt_ids += prompt.token_ids
+            self.prompt_text += prompt.text
+            self.prompt_logprobs += prompt.logprobs
+            return prompt.text
         chunk = response.chunk
+        sample = self.samples.setdefault(chunk.index, SampleOutput())
+        sample.token_ids += chunk.token_ids
+        sample.text += chunk.text
+        sample.logprobs += chunk.logprobs
+        if chunk.index:
+            return ""
         self.token_ids += chunk.token_ids
         self.text += chunk.text
         self.logprobs += chunk.logprobs

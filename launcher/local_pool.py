@@ -1,37 +1,24 @@
-"""A whole cluster as child processes of this one: Redis, prefill and decode replicas, a router."""
+"""A whole cluster that this process watches: Redis, prefill and decode replicas, a router."""
 
 import os
 import secrets
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Self
 
+from launcher.place import LocalPlace, Place
+from launcher.pool import Drain, Member, Scale, check_order
 from launcher.redis_server import RedisServer, free_port
 from launcher.role_commands import role_command
-from launcher.supervisor import POLL_S, Supervisor
+from launcher.supervisor import POLL_S, Ports, Supervisor
 from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import InternalError, PdserveError
-from pdserve.registry.base import WorkerRecord
 from pdserve.request import Role
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """A replica as the launcher sees it."""
-
-    worker_id: str
-    role: Role
-    face_pid: int | None
-    """None between an end and the restart."""
-    num_restarts: int
-    record: WorkerRecord | None
-    """What it registered; None while it is starting, frozen or gone."""
-
-
 class LocalCluster:
-    """Starts, watches and stops a cluster on this machine."""
+    """Starts, watches and stops a cluster; Redis and the router are children of this process."""
 
     def __init__(
         self,
@@ -40,6 +27,7 @@ class LocalCluster:
         cluster: str | None = None,
         report: Callable[[str], None] | None = None,
         command_of: Callable[[str], Sequence[str]] = role_command,
+        place: Place | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -48,6 +36,7 @@ class LocalCluster:
             cluster: name in the registry; made up if absent, so that clusters never mix.
             report: takes phase lines and the children's lines, from any thread.
             command_of: what starts a role; tests put stand-ins here.
+            place: where the replicas run; children of this process by default.
         """
         self.name = cluster or f"local-{secrets.token_hex(4)}"
         """In the registry."""
@@ -59,10 +48,9 @@ class LocalCluster:
         self._supervisor = Supervisor(
             config,
             name=self.name,
-            port=self._port,
-            http_port=self._http_port,
-            metrics_port=self._metrics_port,
+            ports=Ports(grpc=self._port, http=self._http_port, metrics=self._metrics_port),
             role_command=command_of,
+            place=place or LocalPlace(),
             report=report or (lambda _: None),
         )
         self._thread: threading.Thread | None = None
@@ -108,18 +96,8 @@ class LocalCluster:
         return None if router is None else router.pid
 
     def members(self) -> tuple[Member, ...]:
-        """Returns all replicas, prefill first, with their pids and records."""
-        records = self._supervisor.records
-        return tuple(
-            Member(
-                worker_id=name,
-                role=config.role,
-                face_pid=worker.pid,
-                num_restarts=worker.num_restarts,
-                record=records.get(name),
-            )
-            for name, (config, worker) in self._supervisor.workers.items()
-        )
+        """Returns all replicas, oldest first, with their pids and records."""
+        return self._supervisor.members()
 
     def member(self, worker_id: str) -> Member:
         """Returns one replica; KeyError for an unknown id."""
@@ -184,6 +162,23 @@ class LocalCluster:
         if self._thread is not None:
             self.wait()
 
+    def scale(self, role: Role, num_replicas: int) -> None:
+        """Begins to start replicas, or to drain those with the highest numbers.
+
+        Raises:
+            ConfigError: the pool would be empty, or the cluster has no such pool.
+        """
+        self._order(Scale(role=role, num_replicas=num_replicas))
+
+    def drain(self, worker_id: str) -> None:
+        """Begins to drain one replica for good; its pool is one smaller.
+
+        Raises:
+            KeyError: there is no such replica.
+            ConfigError: it is the last of its pool.
+        """
+        self._order(Drain(worker_id=worker_id))
+
     def kill(
         self,
         worker_id: str,
@@ -210,6 +205,10 @@ class LocalCluster:
         if pid is None:
             raise ProcessLookupError("the router does not run now")
         os.kill(pid, signal_number)
+
+    def _order(self, order: Scale | Drain) -> None:
+        check_order(self.members(), order)
+        self._supervisor.orders.put(order)
 
     def _require_thread(self) -> threading.Thread:
         assert self._thread is not None, "launch first"

@@ -1,14 +1,11 @@
-"""One role as a child process: started, restarted, watched, its output forwarded line by line."""
+"""One role as a process: started, restarted, watched, its output forwarded line by line."""
 
-import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
+from launcher.place import Child, Place
 from launcher.supervision import BackOff, LeaseWatch
-from pdserve.process import ChildProcess, spawn
 
 _TAIL_LINES = 20
 
@@ -26,6 +23,8 @@ class Replica:
         env: Mapping[str, str],
         report: Callable[[str], None],
         new_watch: Callable[[float], LeaseWatch] | None = None,
+        *,
+        place: Place,
     ) -> None:
         """Remembers how to start the child; `report` takes its lines from a reader thread."""
         self.name = name
@@ -34,11 +33,12 @@ class Replica:
         self._report = report
         self._new_watch = new_watch
         self._back_off = BackOff()
-        self._child: ChildProcess | None = None
+        self._place = place
+        self._child: Child | None = None
         self._started_s = 0.0
         self._restart_at_s: float | None = None
+        self._retire_until_s: float | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._reader: threading.Thread | None = None
         self.watch: LeaseWatch | None = None
         self.num_restarts = 0
 
@@ -46,20 +46,19 @@ class Replica:
     def pid(self) -> int | None:
         """Process id while the child runs."""
         child = self._child
-        return child.pid if child is not None and child.returncode is None else None
+        return None if child is None else child.pid
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether it drains for good: its end is no failure and it is not started again."""
+        return self._retire_until_s is not None
 
     def start(self) -> None:
         """Starts the child."""
         self._started_s = time.monotonic()
         self._restart_at_s = None
         self.watch = None if self._new_watch is None else self._new_watch(self._started_s)
-        self._child = spawn(self._argv, env=self._env, stdout=subprocess.PIPE, name=self.name)
-        pipe = self._child.stdout
-        assert pipe is not None
-        self._reader = threading.Thread(
-            target=self._forward, args=(pipe,), name=f"output-{self.name}", daemon=True
-        )
-        self._reader.start()
+        self._child = self._place.start(self.name, self._argv, self._env, self._take_line)
 
     def poll(self) -> int | None:
         """Returns the exit status, or None while the child runs."""
@@ -68,6 +67,11 @@ class Replica:
     def revive(self, now_s: float) -> None:
         """Restarts a child that ended, after its back-off; kills one that is frozen."""
         status = self.poll()
+        if self._retire_until_s is not None:
+            if status is None and now_s > self._retire_until_s and self._child is not None:
+                self._report(f"{self.name} overstays its drain: killing it")
+                self._child.kill()
+            return
         if status is None:
             if self.watch is not None and self.watch.is_frozen(now_s) and self._child is not None:
                 self._report(f"{self.name} is alive but holds no lease: killing it")
@@ -87,30 +91,29 @@ class Replica:
         if self._child is not None:
             self._child.terminate()
 
+    def retire(self, until_s: float) -> None:
+        """Drains the child for good; `revive` kills it if it is not done by then."""
+        if self._retire_until_s is None:
+            self._retire_until_s = until_s
+            self.terminate()
+
     def kill(self) -> None:
         """Kills the child and waits for its end and its last line."""
-        if self._child is None:
-            return
-        self._child.kill()
-        self._child.wait()
-        if self._reader is not None:
-            # Bounded: a grandchild that was not killed yet may still hold the pipe.
-            self._reader.join(2.0)
+        if self._child is not None:
+            self._child.kill()
 
     def last_line(self) -> str:
         """Returns the last line the child wrote; call it after the child's end."""
-        if self._reader is not None:
-            self._reader.join(1.0)
+        if self._child is not None:
+            self._child.wait_output(1.0)
         lines = [line for line in self._tail if line.strip()]
         return lines[-1] if lines else "it said nothing"
 
-    def _forward(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            for raw in pipe:
-                # Some lines name their worker already.
-                line = raw.decode(errors="replace").rstrip().removeprefix(f"[{self.name}] ")
-                self._tail.append(line)
-                self._report(f"[{self.name}] {line}")
+    def _take_line(self, line: str) -> None:
+        # Some lines name their worker already.
+        line = line.removeprefix(f"[{self.name}] ")
+        self._tail.append(line)
+        self._report(f"[{self.name}] {line}")
 
 
 def describe_status(status: int) -> str:

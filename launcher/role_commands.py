@@ -37,11 +37,15 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
         (Role.PREFILL, config.num_prefill, config.prefill_faults),
         (Role.DECODE, config.num_decode, config.decode_faults),
     )
+    engines = {
+        Role.PREFILL: config.engine,
+        Role.DECODE: config.decode_engine,
+    }
     return tuple(
         WorkerConfig(
             role=role,
             worker_id=f"{role}-{index}",
-            engine=replace(config.engine, model=str(site.folder)),
+            engine=replace(engines[role], model=str(site.folder)),
             host=site.host,
             redis_url=site.redis_url,
             cluster=site.name,

@@ -12,12 +12,16 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Literal
 from urllib.parse import urlsplit
 
 import grpc
 
 from launcher.model_source import resolve_model
+from launcher.place import LocalPlace, Place
+from launcher.pool import Drain, Member, Scale, plan_size
 from launcher.redis_server import RedisServer
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import (
@@ -43,6 +47,15 @@ _KILL_AFTER_DRAIN_S = 5.0
 """A child that overstays its own drain time-out by this long is killed."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """Where the router listens."""
+
+    grpc: int
+    http: int
+    metrics: int
+
+
 class Supervisor:
     """The children of one cluster; `run` is the body of its thread."""
 
@@ -51,18 +64,16 @@ class Supervisor:
         config: ClusterConfig,
         *,
         name: str,
-        port: int,
-        http_port: int,
-        metrics_port: int,
+        ports: Ports,
         role_command: Callable[[str], Sequence[str]],
+        place: Place,
         report: Callable[[str], None],
     ) -> None:
         """Starts nothing; `report` takes phase lines and the children's lines."""
         self._config = config
         self._name = name
-        self._port = port
-        self._http_port = http_port
-        self._metrics_port = metrics_port
+        self._ports = ports
+        self._place = place
         self._role_command = role_command
         self._report = report
         self.redis: RedisServer | None = None
@@ -70,10 +81,27 @@ class Supervisor:
         self.router: Replica | None = None
         self.workers: dict[str, tuple[WorkerConfig, Replica]] = {}
         self.records: dict[str, WorkerRecord] = {}
+        self.orders: SimpleQueue[Scale | Drain] = SimpleQueue()
+        """From any thread, for this one."""
         self.is_ready = False
         self.stop_level: Literal[0, 1, 2] = 0
         """1 drains, 2 kills."""
         self.error: Exception | None = None
+
+    def members(self) -> tuple[Member, ...]:
+        """Returns all replicas, oldest first; any thread may call."""
+        records = self.records
+        return tuple(
+            Member(
+                worker_id=name,
+                role=config.role,
+                face_pid=worker.pid,
+                num_restarts=worker.num_restarts,
+                is_draining=worker.is_retiring,
+                record=records.get(name),
+            )
+            for name, (config, worker) in self.workers.items()
+        )
 
     def run(self) -> None:
         """Lives from start to stop; leaves no process, and what went wrong in `error`."""
@@ -94,9 +122,9 @@ class Supervisor:
 
     def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
         config = self._config
-        check_port_is_free(resolve_host(config.host), self._port)
+        check_port_is_free(resolve_host(config.host), self._ports.grpc)
         if not config.no_http:
-            check_port_is_free(resolve_host(config.host), self._http_port)
+            check_port_is_free(resolve_host(config.host), self._ports.http)
         with self._phase("model"):
             folder = resolve_model(
                 config.engine.model,
@@ -113,9 +141,9 @@ class Supervisor:
         site = Site(
             name=self._name,
             host=config.host,
-            port=self._port,
-            http_port=self._http_port,
-            metrics_port=self._metrics_port,
+            port=self._ports.grpc,
+            http_port=self._ports.http,
+            metrics_port=self._ports.metrics,
             folder=folder,
             redis_url=self.redis_url,
             secret=secrets.token_hex(32),
@@ -127,6 +155,7 @@ class Supervisor:
             [*self._role_command("router"), *to_argv(router, without=HIDDEN_FIELDS)],
             environment_of(router),
             self._report,
+            place=LocalPlace(),
         )
         for child in self._children():
             child.start()
@@ -148,7 +177,14 @@ class Supervisor:
 
         command = self._role_command(f"{worker.role}-worker")
         argv = [*command, *to_argv(worker, without=("role", *HIDDEN_FIELDS))]
-        return Replica(worker.worker_id, argv, environment_of(worker), self._report, new_watch)
+        return Replica(
+            worker.worker_id,
+            argv,
+            environment_of(worker),
+            self._report,
+            new_watch,
+            place=self._place,
+        )
 
     def _await_members(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         started_s = time.monotonic()
@@ -179,7 +215,7 @@ class Supervisor:
 
     def _router_sees_all(self) -> bool:
         # A new channel each time: one that was refused backs off.
-        address = f"{self._config.host}:{self._port}"
+        address = f"{self._config.host}:{self._ports.grpc}"
         with grpc.insecure_channel(address, options=channel_options()) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             try:
@@ -198,9 +234,32 @@ class Supervisor:
                 # The cluster serves on without it; the next round tries again.
                 self._report(f"{error}; trying again")
         self._refresh(runner, registry)
+        while not self.orders.empty():
+            self._carry_out(self.orders.get())
         now_s = time.monotonic()
         for child in self._children():
             child.revive(now_s)
+        self.workers = {
+            name: (config, worker)
+            for name, (config, worker) in self.workers.items()
+            if not worker.is_retiring or worker.poll() is None
+        }
+
+    def _carry_out(self, order: Scale | Drain) -> None:
+        plan = plan_size(self.members(), order)
+        until_s = time.monotonic() + self._config.drain_timeout_s + _KILL_AFTER_DRAIN_S
+        for name in plan.retired:
+            self._report(f"{name} drains for good")
+            self.workers[name][1].retire(until_s)
+        workers = dict(self.workers)
+        for name in plan.added:
+            role = name.rpartition("-")[0]
+            # A pool is never empty, so there is one to copy.
+            like = next(config for config, _ in self.workers.values() if config.role == role)
+            config = replace(like, worker_id=name)
+            workers[name] = (config, self._new_worker(config))
+            workers[name][1].start()
+        self.workers = workers
 
     def _refresh(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         watches = {name: worker.watch for name, (_, worker) in self.workers.items()}
@@ -236,6 +295,7 @@ class Supervisor:
             self._drain(tuple(worker for _, worker in self.workers.values()))
         for child in self._children():
             child.kill()
+        self._place.close()
         if self.redis is not None:
             self.redis.kill()
         self.records = {}

@@ -4,6 +4,8 @@ Every child is led by a wrapper of a few lines that sets its parent-death signal
 real program, so that no Python code runs between fork and exec in a process full of threads.
 """
 
+import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -144,3 +146,52 @@ def is_running(pid: int) -> bool:
         return False
     # The state follows the command in parentheses, which may itself hold any of these.
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Asks the kernel for a signal at the end of the thread that started this process.
+
+    For processes that `spawn` did not start, or that want another signal than SIGKILL.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _set_process_option(1, int(signal_number))
+
+
+def adopt_orphans() -> None:
+    """Makes this process the new parent of descendants whose own parent ends.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _set_process_option(36, 1)
+
+
+def _set_process_option(option: int, value: int) -> None:
+    """Calls prctl(2).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}) failed: {os.strerror(number)}")
+
+
+def list_descendants(pid: int) -> list[int]:
+    """Returns all processes below one, zombies left out, parents before their children."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state not in ("Z", "X"):
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found

@@ -5,7 +5,7 @@ attempts. A request that resumes carries the tokens the client already has behin
 `token_ids[num_prompt_tokens:]` are emitted tokens and the next one has index `num_emitted`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
 
@@ -56,6 +56,31 @@ class SamplingParams:
     """Alternatives to report per token; None reports none, 0 the chosen token alone."""
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
+    min_p: float = 0.0
+    """Keeps tokens at least this likely, as a share of the most likely one; 0 is off."""
+    presence_penalty: float = 0.0
+    """Taken once off the logit of each token of the output."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time the output has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of known tokens, multiplies negative ones; 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), ordered by id."""
+    prompt_logprobs: int | None = None
+    """Alternatives to report per prompt token; None reports none, 0 the prompt's token alone."""
+    echo: bool = False
+    """The router gives the prompt back before the output."""
+    n: int = 1
+    """Samples of one prompt."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Says whether the choice depends on the tokens so far."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +100,8 @@ class Request:
     deadline_s: float | None = None
     """Time budget left when the request arrived here."""
     is_priority: bool = False
+    sample_index: int = 0
+    """Index of the first of `sampling.n` samples."""
 
     @property
     def num_emitted(self) -> int:
@@ -86,6 +113,39 @@ class Request:
         """Token ids that end the sequence."""
         eos = () if self.sampling.ignore_eos else self.eos_token_ids
         return frozenset((*eos, *self.sampling.stop_token_ids))
+
+    @property
+    def sample_indices(self) -> range:
+        """The samples this request is for."""
+        return range(self.sample_index, self.sample_index + self.sampling.n)
+
+    def sample(self, index: int) -> "Request":
+        """Returns one of the samples as a request of its own; the only one is the request itself.
+
+        Samples share prompt, attempt and limits. Their ids and hand-off ids end in `#` and the
+        index, which no client's id can.
+        """
+        if self.sampling.n == 1:
+            assert index == self.sample_index
+            return self
+        assert index in self.sample_indices
+        return replace(
+            self,
+            request_id=RequestId(f"{self.request_id}#{index}"),
+            handoff_id=HandoffId(f"{self.handoff_id}#{index}"),
+            sampling=replace(self.sampling, n=1),
+            sample_index=index,
+        )
+
+    def samples(self) -> "tuple[Request, ...]":
+        """Returns all samples as requests of their own."""
+        return tuple(self.sample(index) for index in self.sample_indices)
+
+
+def group_id_of(request_id: RequestId) -> RequestId | None:
+    """Returns the request that a sample's id belongs to; None for a request's own id."""
+    group, mark, _ = request_id.rpartition("#")
+    return RequestId(group) if mark else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

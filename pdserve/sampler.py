@@ -1,4 +1,10 @@
-"""Chooses tokens from logits. The choice is a pure function of (logits, params, output index).
+"""Chooses tokens from logits. The choice is a pure function of logits, parameters and known tokens.
+
+In this order, which is vLLM's: the bias is added to the raw logits; the repetition penalty, then
+frequency and presence penalties; stop ids are masked before `min_tokens`; temperature; `min_p`,
+`top_k`, `top_p`; the draw. Greedy choice takes the best after the mask. Log-probabilities are
+those of the raw logits. Counts are made anew from the known tokens at each step: nothing is kept
+that a replay would not have.
 
 Randomness is counter-based: the noise of a token is a hash of (seed, sample index, output index,
 token id), so a replay on any process draws the same noise. With E exponential noise, the token that
@@ -6,6 +12,8 @@ maximises `probability / E` is an exact sample: the exponential race, the same t
 Gumbel-max trick (Maddison, Tarlow and Minka, "A* Sampling", section 2) with one logarithm less.
 """
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +40,10 @@ class SamplingRow:
     """Cannot be chosen before `params.min_tokens` output tokens."""
     sample_index: int = 0
     """Which of several samples of one prompt."""
+    prompt_ids: tuple[int, ...] = ()
+    """Only for the repetition penalty."""
+    output_ids: tuple[int, ...] = ()
+    """All output tokens so far; only for penalties."""
 
 
 def sample(logits_V: Tensor, row: SamplingRow) -> SampledToken:  # noqa: N803
@@ -43,12 +55,24 @@ def sample(logits_V: Tensor, row: SamplingRow) -> SampledToken:  # noqa: N803
     """
     least = torch.finfo(logits_V.dtype).min
     raw = torch.nan_to_num(logits_V, nan=least, neginf=least)
-    allowed = _without_stop_ids(raw, row)
+    allowed = _without_stop_ids(_penalize(_add_bias(raw, row.params), row), row)
     is_greedy = row.params.temperature == 0
     token_id = int(allowed.argmax()) if is_greedy else _draw(allowed, row)
     if row.params.logprobs is None:
         return SampledToken(token_id=token_id)
     return SampledToken(token_id=token_id, logprobs=_logprobs(raw, token_id, row.params.logprobs))
+
+
+def score_token(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprobs:  # noqa: N803
+    """Returns the log-probability of a given token, and the `num_top` most likely ones.
+
+    Args:
+        logits_V: float32 [vocab_size]; not changed. NaN counts as the least likely.
+        token_id: the token to report.
+        num_top: alternatives to report.
+    """
+    least = torch.finfo(logits_V.dtype).min
+    return _logprobs(torch.nan_to_num(logits_V, nan=least, neginf=least), token_id, num_top)
 
 
 def exponential_noise(
@@ -76,6 +100,40 @@ def _mix(
     return state ^ (state >> np.uint64(31))
 
 
+def _add_bias(logits: Tensor, params: SamplingParams) -> Tensor:
+    inside = [(token_id, bias) for token_id, bias in params.logit_bias if token_id < len(logits)]
+    if not inside:
+        return logits
+    ids, values = zip(*inside, strict=True)
+    biased = logits.clone()
+    biased[torch.tensor(ids)] += torch.tensor(values, dtype=logits.dtype)
+    return biased
+
+
+def _penalize(logits: Tensor, row: SamplingRow) -> Tensor:
+    """Makes tokens that were there already less likely.
+
+    Repetition after Keskar et al., "CTRL" (2019), section 4.1, over prompt and output; frequency
+    and presence as in the OpenAI API, over the output alone.
+    """
+    params = row.params
+    if not params.has_penalties:
+        return logits
+    penalized = logits.clone()
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*row.prompt_ids, *row.output_ids}))
+        values = penalized[seen]
+        factor = params.repetition_penalty
+        penalized[seen] = torch.where(values > 0, values / factor, values * factor)
+    counts = Counter(row.output_ids)
+    if counts:
+        ids = torch.tensor(list(counts))
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype)
+        penalized[ids] -= params.frequency_penalty * times + params.presence_penalty
+    limits = torch.finfo(logits.dtype)
+    return penalized.clamp(limits.min, limits.max)
+
+
 def _without_stop_ids(logits: Tensor, row: SamplingRow) -> Tensor:
     if row.output_index >= row.params.min_tokens or not row.stop_ids:
         return logits
@@ -86,13 +144,18 @@ def _without_stop_ids(logits: Tensor, row: SamplingRow) -> Tensor:
 
 
 def _draw(logits: Tensor, row: SamplingRow) -> int:
-    """Samples at a temperature over 0, within top-k and then top-p."""
+    """Samples at a temperature over 0, within min-p, top-k and then top-p."""
     params = row.params
     # The difference first, so that no temperature however small makes infinity minus infinity.
     scaled = (logits.double() - logits.max().double()) / params.temperature
     ids: Tensor | None = None
     if 0 < params.top_k < scaled.shape[0]:
         scaled, ids = scaled.topk(params.top_k)
+    if params.min_p > 0:
+        # The most likely token has a scaled logit of 0.
+        is_likely = scaled >= math.log(params.min_p)
+        ids = is_likely.nonzero().squeeze(1) if ids is None else ids[is_likely]
+        scaled = scaled[is_likely]
     if params.top_p < 1:
         kept, picked = _top_p(scaled, params.top_p)
         scaled, ids = kept, picked if ids is None else ids[picked]

@@ -4,18 +4,20 @@ import time
 
 from kv_transfer import codec
 from kv_transfer.events import FrameSent, LinkDown
+from kv_transfer.follower_codec import event_from_wire
 from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
 from pdserve.rank.tombstones import Tombstones
-from pdserve.request import Request, RequestId
+from pdserve.request import FinishReason, RequestId, group_id_of
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
 from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2
 from pdserve.timeline import Clock
 from prefill_worker.handoff import HandoffDesk
-from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
+from prefill_worker.scheduler import FirstSample, PrefillProgress, PrefillScheduler
 
 
 class PrefillEngine:
@@ -51,6 +53,8 @@ class PrefillEngine:
                 self._desk.link_down(event)
             case rank_pb2.ToRank():
                 self._handle_message(event)
+            case rank_pb2.FromFollower():
+                self.handle(event_from_wire(event))
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 
@@ -109,14 +113,20 @@ class PrefillEngine:
     def _cancel(self, message: worker_pb2.CancelRequest) -> bool:
         request_id = RequestId(message.request_id)
         self._tombstones.add(request_id, message.attempt)
-        return self._desk.cancel(request_id, message.attempt)
+        was_known = self._desk.cancel(request_id, message.attempt)
+        group_id = group_id_of(request_id)
+        if group_id is not None and self._desk.holds(group_id, message.attempt):
+            was_known = True
+            if self._tombstones.covers_all(self._desk.live_samples(group_id)):
+                self._desk.cancel(group_id, message.attempt)
+        return was_known
 
     def tick(self) -> None:
         """Looks at deadlines, leases, hold times and frames that no link had room for."""
         for request_id in self._scheduler.expired(self._clock.now()):
             request = self._desk.request(request_id)
             error = DeadlineExceeded("the deadline passed on the prefill worker")
-            self._outbox.update(request.front_id, failed_update(request, error))
+            send_to_samples(self._desk.live_samples(request_id), failed_update(error), self._outbox)
             self._desk.cancel(request_id, request.attempt)
         self._desk.tick()
         self._tombstones.expire()
@@ -134,6 +144,7 @@ class PrefillEngine:
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
         result = self._runner.run(plan)
+        report_prompt_scores(plan, result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):
             self._pass_on(progress)
         return True
@@ -141,32 +152,48 @@ class PrefillEngine:
     def _pass_on(self, progress: PrefillProgress) -> None:
         request_id = progress.request_id
         self._desk.computed(request_id, progress.num_computed)
-        if progress.sampled is None:
+        if not progress.samples:
             return
         assert progress.output_index is not None
-        token = progress.sampled
-        request = self._desk.request(request_id)
-        times = self._scheduler.times(request_id)
-        update = worker_pb2.SequenceUpdate(
-            request_id=request_id,
-            attempt=request.attempt,
-            first_index=progress.output_index,
-            token_ids=[token.token_id],
-            times=worker_pb2.StageTimes(
-                queue_s=times.queue_s,
-                prefill_s=times.prefill_s,
-                cached_tokens=self._scheduler.num_cached_tokens(request_id),
-            ),
-        )
-        if token.logprobs is not None:
-            update.logprobs.append(logprobs_to_wire(token.logprobs))
-        if progress.finish_reason is not None:
-            update.finished.CopyFrom(finished_with(request, progress))
-        self._outbox.update(request.front_id, update)
+        # A sample may have been cancelled by itself while the prompt was computed.
+        live = [one for one in progress.samples if not self._tombstones.covers(one.request)]
+        for one in live:
+            self._send_first(request_id, one, progress.output_index)
         # The router has token 1 before the hand-off ends: send it before the commit.
         self._outbox.flush()
-        first = FirstToken(token_id=token.token_id, output_index=progress.output_index)
-        self._desk.sampled(request_id, first, is_finished=progress.finish_reason is not None)
+        firsts = [
+            FirstToken(
+                token_id=one.token.token_id,
+                output_index=progress.output_index,
+                sample_index=one.request.sample_index,
+            )
+            for one in live
+            if one.finish_reason is None
+        ]
+        self._desk.sampled(request_id, firsts)
+
+    def _send_first(self, request_id: RequestId, one: FirstSample, output_index: int) -> None:
+        update = worker_pb2.SequenceUpdate(
+            request_id=one.request.request_id,
+            attempt=one.request.attempt,
+            first_index=output_index,
+            token_ids=[one.token.token_id],
+        )
+        if one.request.sample_index == self._desk.request(request_id).sample_index:
+            # Told once: of several samples the first one speaks for the prompt that they share.
+            times = self._scheduler.times(request_id)
+            update.times.CopyFrom(
+                worker_pb2.StageTimes(
+                    queue_s=times.queue_s,
+                    prefill_s=times.prefill_s,
+                    cached_tokens=self._scheduler.num_cached_tokens(request_id),
+                )
+            )
+        if one.token.logprobs is not None:
+            update.logprobs.append(logprobs_to_wire(one.token.logprobs))
+        if one.finish_reason is not None:
+            update.finished.CopyFrom(finished_with(one))
+        self._outbox.update(one.request.front_id, update)
 
     def close(self) -> None:
         """Ends all links."""
@@ -216,22 +243,19 @@ class PrefillEngine:
         )
 
 
-def finished_with(request: Request, progress: PrefillProgress) -> worker_pb2.Finished:
-    """Encodes the end of a sequence whose first token here is its last."""
-    assert progress.sampled is not None
-    assert progress.finish_reason is not None
-    token_id = progress.sampled.token_id
-    is_stop_id = progress.finish_reason.value == "stop" and token_id in request.stop_ids
+def finished_with(one: FirstSample) -> worker_pb2.Finished:
+    """Encodes the end of a sample whose first token here is its last."""
+    assert one.finish_reason is not None
+    token_id = one.token.token_id
+    is_stop_id = one.finish_reason is FinishReason.STOP and token_id in one.request.stop_ids
     return worker_pb2.Finished(
-        reason=finish_reason_to_wire(progress.finish_reason),
+        reason=finish_reason_to_wire(one.finish_reason),
         stop_token_id=token_id if is_stop_id else None,
     )
 
 
-def failed_update(request: Request, error: PdserveError) -> worker_pb2.SequenceUpdate:
+def failed_update(error: PdserveError) -> worker_pb2.SequenceUpdate:
     """Encodes the failure of a request."""
     return worker_pb2.SequenceUpdate(
-        request_id=request.request_id,
-        attempt=request.attempt,
         failed=worker_pb2.Failed(code=error.grpc_code, reason=error.reason, message=str(error)),
     )

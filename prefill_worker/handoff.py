@@ -33,34 +33,24 @@ from kv_transfer.protocol import (
     LinkEndpoint,
     Refusal,
 )
-from kv_transfer.transport import FrameSender, LinkPeer, OutgoingFrame
-from pdserve.cache.kv_tensors import KvTensors
+from kv_transfer.shipping import ShipFrame, Shipper, region_of
+from kv_transfer.transport import LinkPeer
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import WorkerLost
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.sample_updates import send_to_samples
 from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.totals import HandoffTotals
 
 _RETURN_REASONS = {
     ReturnReason.PLACEMENT_TIMEOUT: worker_pb2.Returned.REASON_PLACEMENT_TIMEOUT,
     ReturnReason.TRANSFER_FAILED: worker_pb2.Returned.REASON_TRANSFER_FAILED,
 }
-
-
-@dataclass(slots=True)
-class HandoffTotals:
-    """Counts since start."""
-
-    completed: int = 0
-    failed: int = 0
-    refused: int = 0
-    leases_expired: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -94,8 +84,7 @@ class HandoffDesk:
         config: HandoffConfig,
         faults: FaultConfig,
         scheduler: PrefillScheduler,
-        kv: KvTensors,
-        links: FrameSender,
+        shipper: Shipper,
         outbox: Outbox,
         clock: Clock,
     ) -> None:
@@ -105,8 +94,7 @@ class HandoffDesk:
         self._config = config
         self._faults = faults
         self._scheduler = scheduler
-        self._kv = kv
-        self._links = links
+        self._shipper = shipper
         self._outbox = outbox
         self._clock = clock
         self._open: dict[RequestId, _Desk] = {}
@@ -172,10 +160,19 @@ class HandoffDesk:
         handoff = self._open[request_id].handoff
         self._run(handoff, handoff.computed(num_tokens))
 
-    def sampled(self, request_id: RequestId, token: FirstToken, *, is_finished: bool) -> None:
-        """Passes on the first token."""
+    def live_samples(self, request_id: RequestId) -> tuple[Request, ...]:
+        """Returns the samples of a request that did not end here."""
+        return self._open[request_id].handoff.live_samples
+
+    def holds(self, request_id: RequestId, attempt: int) -> bool:
+        """Says whether this attempt of a request, or an older one, is here."""
+        desk = self._open.get(request_id)
+        return desk is not None and desk.handoff.request.attempt <= attempt
+
+    def sampled(self, request_id: RequestId, tokens: Sequence[FirstToken]) -> None:
+        """Passes on the first tokens of the samples that go on; none: all have ended."""
         handoff = self._open[request_id].handoff
-        self._run(handoff, handoff.sampled(token, is_finished=is_finished))
+        self._run(handoff, handoff.sampled(*tokens, is_finished=not tokens))
 
     def drop_older(self, request: Request) -> None:
         """Ends an older attempt of a request that comes again."""
@@ -193,6 +190,7 @@ class HandoffDesk:
 
     def frame_sent(self, event: FrameSent) -> None:
         """Takes a link's progress."""
+        self._shipper.take(event)
         handoff = self._sending.get(event.reservation_id)
         if handoff is not None:
             self._run(handoff, handoff.frame_sent(event.reservation_id, event.frame_index))
@@ -200,6 +198,7 @@ class HandoffDesk:
 
     def link_down(self, event: LinkDown) -> None:
         """Takes a link's death: what it had not sent needs another place."""
+        self._shipper.take(event)
         for reservation_id in event.lost:
             handoff = self._sending.get(reservation_id)
             if handoff is not None:
@@ -221,10 +220,8 @@ class HandoffDesk:
             case SendReserve(target=target):
                 answer = _reserve_answer(reply)
                 self.totals.refused += isinstance(answer, Refusal)
-                if isinstance(answer, Grant):
-                    # Making a link takes 10-400 ms on a busy machine: do it beside the prefill.
-                    self._links.open(_peer_of(target, answer.link))
                 self._run(handoff, handoff.reserve_answered(target, answer))
+                self._open_links(handoff)
             case SendCommit(target=target):
                 self._run(handoff, handoff.commit_answered(target, _commit_answer(reply)))
             case SendRenew(target=target):
@@ -266,7 +263,7 @@ class HandoffDesk:
                     time.sleep(self._faults.commit_delay_s)
                 call.commit.CopyFrom(
                     codec.commit_to_wire(
-                        action.envelope, action.first_token, action.manifest_digest
+                        action.envelope, action.first_tokens, action.manifest_digest
                     )
                 )
             case SendRenew():
@@ -282,26 +279,32 @@ class HandoffDesk:
         )
         self._calls[self._outbox.call_peer(call)] = _OpenCall(handoff, None)
 
+    def _open_links(self, handoff: PrefillHandoff) -> None:
+        """Making a link takes 10-400 ms on a busy machine: do it beside the prefill."""
+        for link in handoff.links:
+            peer = _peer_of(link.target, link.endpoint, link.decode_rank)
+            self._shipper.open(link.prefill_rank, peer)
+
     def _push_frames(self) -> None:
         """Packs and pushes what links have room for; frames of one link keep their order."""
-        while (action := self._frames.take(self._links.has_room)) is not None:
+        while (action := self._frames.take(self._shipper.has_room)) is not None:
             self._push(self._sending[action.reservation_id].request, action)
 
     def _push(self, request: Request, action: PushFrame) -> None:
         frame = action.frame
         table = self._scheduler.block_table(request.request_id, request.attempt)
-        block_ids = table[frame.first_block : frame.first_block + frame.num_blocks]
-        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
-        outgoing = OutgoingFrame(
+        order = ShipFrame(
+            prefill_rank=frame.prefill_rank,
+            peer=_peer_of(action.target, action.endpoint, frame.decode_rank),
             reservation_id=action.reservation_id,
             frame_index=frame.index,
-            payload=self._kv.pack(block_ids, layers),
+            region=region_of(frame, table, self._geometry.block_size),
         )
-        self._links.push(_peer_of(action.target, action.endpoint), outgoing)
+        self._shipper.ship(order)
 
     def _drop_frames(self, reservation_id: ReservationId) -> None:
         self._sending.pop(reservation_id, None)
-        self._links.cancel(reservation_id)
+        self._shipper.cancel(reservation_id)
         self._frames.drop(reservation_id)
 
     def _report_needs_placement(
@@ -338,9 +341,7 @@ class HandoffDesk:
         self._update(handoff, worker_pb2.SequenceUpdate(returned=returned))
 
     def _update(self, handoff: PrefillHandoff, update: worker_pb2.SequenceUpdate) -> None:
-        update.request_id = handoff.request.request_id
-        update.attempt = handoff.request.attempt
-        self._outbox.update(handoff.request.front_id, update)
+        send_to_samples(handoff.live_samples, update, self._outbox)
 
     def _release(self, handoff: PrefillHandoff) -> None:
         request = handoff.request
@@ -359,15 +360,20 @@ class HandoffDesk:
 
     def describe_links(self) -> list[inference_pb2.LinkInfo]:
         """Returns the live links for status pages."""
-        return codec.links_to_wire(self._links.links())
+        return codec.links_to_wire(self._shipper.links())
 
     def close(self) -> None:
         """Closes every link."""
-        self._links.close()
+        self._shipper.close()
 
 
-def _peer_of(target: DecodeTarget, endpoint: LinkEndpoint) -> LinkPeer:
-    return LinkPeer(worker_id=target.worker_id, incarnation=target.incarnation, endpoint=endpoint)
+def _peer_of(target: DecodeTarget, endpoint: LinkEndpoint, rank: int) -> LinkPeer:
+    return LinkPeer(
+        worker_id=target.worker_id,
+        incarnation=target.incarnation,
+        endpoint=endpoint,
+        rank=rank,
+    )
 
 
 def _reserve_answer(reply: rank_pb2.PeerReply) -> Grant | Refusal | CallFailed:

@@ -1,11 +1,15 @@
-"""The rank process of a prefill worker."""
+"""The rank processes of a prefill worker."""
 
 import sys
 
+from kv_transfer.follower_desk import FollowerDesk
 from kv_transfer.protocol import Identity
+from kv_transfer.ranked_shipping import RankedShipper
 from kv_transfer.sender import LinkPool
 from kv_transfer.sending_link import SenderIdentity
+from kv_transfer.shipping import RankShipper, Shipper
 from kv_transfer.transport import FrameSender
+from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import WorkerId
 from prefill_worker.engine import PrefillEngine
@@ -13,17 +17,20 @@ from prefill_worker.handoff import HandoffDesk
 from prefill_worker.scheduler import PrefillScheduler
 
 
-def make_links(context: RankContext) -> FrameSender:
+def make_links(context: RankContext | FollowerContext, rank: int = 0) -> FrameSender:
     """Makes links to decode ranks when they are first used."""
     config = context.config
     me = SenderIdentity(
-        worker_id=WorkerId(config.worker_id), incarnation=context.incarnation, host=config.host
+        worker_id=WorkerId(config.worker_id),
+        incarnation=context.incarnation,
+        host=config.host,
+        rank=rank,
     )
     return LinkPool(me=me, config=config.handoff, post=context.inbox.post, faults=config.faults)
 
 
 def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
-    """Puts the parts of a prefill rank together."""
+    """Puts the parts of rank 0 together."""
     config = context.config
     worker_id = WorkerId(config.worker_id)
     scheduler = PrefillScheduler(
@@ -39,13 +46,13 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
             worker_id=worker_id,
             incarnation=context.incarnation,
             compatibility_digest=context.geometry.digest(),
+            shape=context.geometry.shape,
         ),
         geometry=context.geometry,
         config=config.handoff,
         faults=config.faults,
         scheduler=scheduler,
-        kv=context.kv,
-        links=links,
+        shipper=_make_shipper(context, links),
         outbox=context.outbox,
         clock=context.clock,
     )
@@ -60,5 +67,23 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
     )
 
 
+def build_follower(context: FollowerContext) -> FollowerDesk:
+    """Puts the parts of another rank together."""
+    return FollowerDesk(
+        rank=context.rank,
+        compute=context.compute,
+        tell=context.tell,
+        shipper=RankShipper(context.kv, make_links(context, context.rank)),
+    )
+
+
+def _make_shipper(context: RankContext, links: FrameSender) -> Shipper:
+    local = RankShipper(context.kv, links)
+    if context.followers is None:
+        return local
+    ring_slots = context.config.handoff.ring_slots
+    return RankedShipper(local, context.followers.send, context.geometry.num_ranks, ring_slots)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda context: build_engine(context, make_links(context))))
+    sys.exit(run_rank(lambda context: build_engine(context, make_links(context)), build_follower))

@@ -26,6 +26,7 @@ from pdserve.engine.scheduler import (
     WaitingLanes,
     check_references,
     make_slice,
+    max_hit_blocks,
     num_blocks_for,
     num_chunk_tokens,
 )
@@ -42,6 +43,17 @@ from pdserve.timeline import Clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FirstSample:
+    """The first token here of one sample."""
+
+    request: Request
+    """The sample's own, see `Request.sample`."""
+    token: SampledToken
+    finish_reason: FinishReason | None
+    """Set if the token ends the output: this sample is not handed off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillProgress:
     """What a step did for one sequence."""
 
@@ -49,12 +61,10 @@ class PrefillProgress:
     attempt: int
     num_computed: int
     """Leading tokens whose KV is there, cached ones included."""
-    sampled: SampledToken | None
-    """The next token, after the last chunk; the sequence is held from then on."""
+    samples: tuple[FirstSample, ...]
+    """A token for each sample, after the last chunk; the sequence is held from then on."""
     output_index: int | None
-    """Output index of `sampled`."""
-    finish_reason: FinishReason | None
-    """Set if `sampled` ends the output: nothing is to be handed off."""
+    """Output index of those tokens."""
 
 
 class PrefillScheduler:
@@ -199,19 +209,17 @@ class PrefillScheduler:
             sequence.num_computed_here += len(part.token_ids)
             self._counters.prompt_tokens += len(part.token_ids)
             self._cache.enter(sequence.table, sequence.chain, part.end)
-            sampled, reason = None, None
+            samples: tuple[FirstSample, ...] = ()
             if part.output_index is not None:
-                sampled = result.sampled[part.request.request_id]
-                reason = finish_reason_after(part.request, part.output_index + 1, sampled.token_id)
+                samples = _first_samples(part.request, part.output_index, result)
                 self._hold(sequence)
             progress.append(
                 PrefillProgress(
                     request_id=part.request.request_id,
                     attempt=part.request.attempt,
                     num_computed=part.end,
-                    sampled=sampled,
+                    samples=samples,
                     output_index=part.output_index,
-                    finish_reason=reason,
                 )
             )
         return tuple(progress)
@@ -319,10 +327,8 @@ class PrefillScheduler:
         return count
 
     def _find(self, sequence: SequenceState) -> PrefixHit:
-        # The last token is always computed: its logits are what is wanted.
-        return self._cache.find(
-            sequence.chain, (len(sequence.chain) - 1) // self._config.block_size
-        )
+        chain = sequence.chain
+        return self._cache.find(chain, max_hit_blocks(sequence.request, chain))
 
     def _fits(self, sequence: SequenceState) -> bool:
         num_blocks = num_blocks_for(len(sequence.chain), self._config.block_size)
@@ -332,7 +338,7 @@ class PrefillScheduler:
         self._computing.remove(sequence)
         sequence.stage = Stage.HELD
         sequence.sampled_s = self._clock.now()
-        self._counters.generation_tokens += 1
+        self._counters.generation_tokens += sequence.request.sampling.n
 
     def _drop(self, sequence: SequenceState) -> None:
         if sequence.stage is Stage.WAITING:
@@ -341,3 +347,14 @@ class PrefillScheduler:
             self._computing.remove(sequence)
         self._cache.close(sequence.table)
         self._roster.remove(sequence)
+
+
+def _first_samples(
+    request: Request, output_index: int, result: StepResult
+) -> tuple[FirstSample, ...]:
+    samples = []
+    for one in request.samples():
+        token = result.sampled[one.request_id]
+        reason = finish_reason_after(one, output_index + 1, token.token_id)
+        samples.append(FirstSample(request=one, token=token, finish_reason=reason))
+    return tuple(samples)

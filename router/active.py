@@ -1,40 +1,111 @@
-"""One request in flight: its state machine and everything that hangs on it."""
+"""One client's request in flight: its samples, their state machines and all that hangs on them.
+
+Samples of one prompt set out together: one attempt, one prefill, one hand-off for all. A sample
+that has to be continued parts from the others, and is from then on a request of its own.
+"""
 
 import asyncio
 from dataclasses import dataclass, field
 
 from pdserve.errors import PdserveError
-from pdserve.request import FinishReason
+from pdserve.request import FinishReason, HandoffId, Request, RequestId
 from pdserve.rpc.codec import finish_reason_to_wire
 from pdserve.rpc.v1 import inference_pb2, types_pb2
+from router.attempt import Phase
 from router.client_buffer import ClientBuffer
 from router.output import Output
 from router.policy import WorkerKey
 from router.request_state import RequestState
-from router.timing import RequestTimes
+from router.timing import RequestTimes, join_times
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ClientCall:
+    """What a client waits for. Owned by the dispatcher from admission to the terminal event."""
+
+    request: Request
+    """For all samples, as it was checked."""
+    handoff_id: HandoffId
+    buffer: ClientBuffer
+    granules: tuple[int, ...]
+    """Keys of the prompt's prefix."""
+    received_s: float
+    deadline_at_s: float | None
+    """On the router's clock."""
+    tenant: str = ""
+    samples: "list[ActiveRequest]" = field(default_factory=list)
+    together: "list[ActiveRequest]" = field(default_factory=list)
+    """Samples that have neither ended nor parted."""
+    waiting: "set[ActiveRequest]" = field(default_factory=set)
+    """Samples that no worker has; while there are any, admission counts the call as waiting."""
+    deadline_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def request_id(self) -> RequestId:
+        """The client's or the router's id."""
+        return self.request.request_id
+
+    @property
+    def is_untouched(self) -> bool:
+        """All samples wait, and none has any output: they can set out together (again)."""
+        return len(self.together) == len(self.samples) and all(
+            one.state.phase is Phase.WAITING and one.state.next_index == 0 for one in self.together
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all samples."""
+        return sum(one.output.num_tokens for one in self.samples)
+
+    @property
+    def times(self) -> RequestTimes:
+        """Over all samples."""
+        return join_times([one.times for one in self.samples])
+
+    def part(self, active: "ActiveRequest") -> None:
+        """Lets a sample go its own way."""
+        if active in self.together:
+            self.together.remove(active)
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets the samples that are together look who leads them."""
+        for one in self.together:
+            one.moved.set()
+
+    def completion(self, now_s: float) -> inference_pb2.Completion:
+        """Returns the terminal message of a natural end."""
+        times = self.times
+        first = self.samples[0]
+        return inference_pb2.Completion(
+            samples=[one.finish() for one in self.samples],
+            usage=types_pb2.Usage(
+                prompt_tokens=self.request.num_prompt_tokens,
+                completion_tokens=self.num_output_tokens,
+                cached_tokens=times.cached_tokens,
+            ),
+            timeline=times.timeline(
+                now_s=now_s,
+                prefill_worker=first.prefill_worker,
+                decode_worker=first.decode_worker,
+                attempts=max(one.state.attempt for one in self.samples),
+                preemptions=sum(one.state.num_preemptions for one in self.samples),
+            ),
+        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ActiveRequest:
-    """Owned by the dispatcher from admission to the terminal event."""
+    """One sample in flight; with n = 1, the request itself."""
 
+    call: ClientCall
     state: RequestState
     output: Output
     times: RequestTimes
-    buffer: ClientBuffer
-    granules: tuple[int, ...]
-    """Keys of the prompt's prefix."""
-    deadline_at_s: float | None
-    """On the router's clock."""
-    tenant: str = ""
-    """Who may abort it."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the driver has something to do."""
     driver: asyncio.Task[None] | None = None
-    deadline_timer: asyncio.TimerHandle | None = None
     linger_timer: asyncio.TimerHandle | None = None
-    is_waiting: bool = True
-    """Counted as waiting by admission."""
     waiting_since_s: float | None = None
     """Since when no worker took it; bounds the wait over all refusals."""
     last_refusal: PdserveError | None = None
@@ -46,6 +117,30 @@ class ActiveRequest:
     """Workers that refused a moment ago."""
     prefill_worker: str = ""
     decode_worker: str = ""
+
+    @property
+    def buffer(self) -> ClientBuffer:
+        """What waits for the client, of all samples."""
+        return self.call.buffer
+
+    @property
+    def is_leader(self) -> bool:
+        """Says whether it acts now, for itself or for those that are together with it."""
+        together = self.call.together
+        if self not in together:
+            return True
+        return self is next(one for one in together if one.state.phase is self.state.phase)
+
+    @property
+    def mates(self) -> "tuple[ActiveRequest, ...]":
+        """Those that do what it does, itself included."""
+        together = self.call.together
+        return tuple(together) if self in together else (self,)
+
+    @property
+    def wire_id(self) -> RequestId:
+        """The id under which its present attempt was submitted."""
+        return self.call.request_id if self in self.call.together else self.state.request_id
 
     def excluded(self, now_s: float) -> frozenset[WorkerKey]:
         """Returns the workers to avoid now."""
@@ -63,32 +158,17 @@ class ActiveRequest:
         is_stopped = self.output.matched_stop is not None
         return FinishReason.STOP if is_stopped else self.state.finish.reason
 
-    def completion(self, now_s: float) -> inference_pb2.Completion:
-        """Returns the terminal message of a natural end."""
+    def finish(self) -> inference_pb2.SampleFinish:
+        """Encodes a natural end."""
         state, output = self.state, self.output
         assert state.finish is not None
-        stop_string = output.matched_stop
-        sample = inference_pb2.SampleFinish(
-            index=0,
+        finish = inference_pb2.SampleFinish(
+            index=output.index,
             finish_reason=finish_reason_to_wire(self.finish_reason),
             num_tokens=output.num_tokens,
         )
-        if stop_string is not None:
-            sample.stop_string = stop_string
+        if output.matched_stop is not None:
+            finish.stop_string = output.matched_stop
         elif state.finish.stop_token_id is not None:
-            sample.stop_token_id = state.finish.stop_token_id
-        return inference_pb2.Completion(
-            samples=[sample],
-            usage=types_pb2.Usage(
-                prompt_tokens=state.request.num_prompt_tokens,
-                completion_tokens=output.num_tokens,
-                cached_tokens=self.times.cached_tokens,
-            ),
-            timeline=self.times.timeline(
-                now_s=now_s,
-                prefill_worker=self.prefill_worker,
-                decode_worker=self.decode_worker,
-                attempts=state.attempt,
-                preemptions=state.num_preemptions,
-            ),
-        )
+            finish.stop_token_id = state.finish.stop_token_id
+        return finish

@@ -1,10 +1,13 @@
 """What waits for one client: bounded by bytes, merged while the client is slow."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from pdserve.detokenizer import Detokenizer, TokenTable
 from pdserve.errors import PdserveError
+from pdserve.request import Request
 from pdserve.rpc.v1 import inference_pb2
 from router.output import Delta
 
@@ -53,10 +56,18 @@ class Signal:
 class ClientBuffer:
     """Between the reader of worker streams, who never waits, and one client's handler."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Starts empty."""
+    def __init__(self, max_bytes: int, *, awaits_prompt: bool = False) -> None:
+        """Starts empty.
+
+        Args:
+            max_bytes: bound on waiting output. What is said of the prompt does not count: it was
+                bounded when the request was taken.
+            awaits_prompt: keeps output back until `open_output`.
+        """
         self._max_bytes = max_bytes
-        self._pending = Delta()
+        self._awaits_prompt = awaits_prompt
+        self._prompt: deque[inference_pb2.PromptChunk] = deque()
+        self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
         self._has_news = Signal()
         self._on_cut: Callable[[], object] | None = None
@@ -74,18 +85,31 @@ class ClientBuffer:
         self._pending_bytes += delta.num_bytes()
         if self._pending_bytes > self._max_bytes:
             return False
-        if self._pending.is_empty:
-            self._pending = delta
+        waiting = self._pending.get(delta.index)
+        if waiting is None:
+            self._pending[delta.index] = delta
         else:
-            self._pending.extend(delta)
+            waiting.extend(delta)
         self._has_news.set()
         return True
+
+    def push_prompt(self, chunk: inference_pb2.PromptChunk) -> None:
+        """Adds what is said of the prompt; it leaves before any output."""
+        if self.ending is None:
+            self._prompt.append(chunk)
+            self._has_news.set()
+
+    def open_output(self) -> None:
+        """Lets output out: all that was to be said of the prompt was said."""
+        self._awaits_prompt = False
+        self._has_news.set()
 
     def end(self, ending: Ending) -> bool:
         """Sets the terminal event; False when there is one already."""
         if self.ending is not None:
             return False
         self.ending = ending
+        self._awaits_prompt = False
         self._has_news.set()
         return True
 
@@ -93,7 +117,8 @@ class ClientBuffer:
         """Ends with an error, drops what waits, and interrupts a handler stuck in a write."""
         if not self.end(Ending(error=error)):
             return False
-        self._pending = Delta()
+        self._prompt.clear()
+        self._pending.clear()
         self._pending_bytes = 0
         if self._on_cut is not None:
             self._on_cut()
@@ -103,16 +128,35 @@ class ClientBuffer:
         """Names what unblocks the handler."""
         self._on_cut = on_cut
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncIterator[Delta | inference_pb2.PromptChunk]:
         """Yields output as it comes, merged since the last time; stops at the ending."""
         while True:
             await self._has_news.wait()
             self._has_news.clear()
-            if not self._pending.is_empty:
-                delta, self._pending, self._pending_bytes = self._pending, Delta(), 0
-                yield delta
-            # Not before the pending output was taken; more may have come during the yield.
-            if self.ending is not None and self._pending.is_empty:
-                return
-            if not self._pending.is_empty:
+            while self._prompt:
+                yield self._prompt.popleft()
+            if self._pending and not self._awaits_prompt:
+                pending, self._pending, self._pending_bytes = self._pending, {}, 0
+                for delta in pending.values():
+                    yield delta
+            # Not before what waits was taken; more may have come during the yield.
+            if self._prompt or (self._pending and not self._awaits_prompt):
                 self._has_news.set()
+            elif self.ending is not None:
+                return
+
+
+def make_buffer(request: Request, table: TokenTable, max_bytes: int) -> ClientBuffer:
+    """Returns the buffer of a request; it begins with the prompt, if that is asked for."""
+    sampling = request.sampling
+    has_scores = sampling.prompt_logprobs is not None and request.num_prompt_tokens > 1
+    buffer = ClientBuffer(max_bytes, awaits_prompt=has_scores)
+    if sampling.echo:
+        text = Detokenizer(table, skip_special_tokens=sampling.skip_special_tokens)
+        pieces = [text.push(token_id) for token_id in request.token_ids]
+        buffer.push_prompt(
+            inference_pb2.PromptChunk(
+                token_ids=request.token_ids, text="".join((*pieces, text.flush()))
+            )
+        )
+    return buffer

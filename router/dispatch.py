@@ -7,6 +7,7 @@ submitting, cancelling) is done by one driver task per request, see `recovery`.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pdserve.detokenizer import TokenTable
 from pdserve.errors import (
@@ -18,18 +19,19 @@ from pdserve.errors import (
     PdserveError,
 )
 from pdserve.request import FinishReason, HandoffId, Request, RequestId
-from pdserve.rpc.v1 import worker_pb2
+from pdserve.rpc.v1 import inference_pb2, worker_pb2
 from pdserve.timeline import Clock
-from router.active import ActiveRequest
+from router.active import ActiveRequest, ClientCall
 from router.admission import Admission
-from router.client_buffer import ClientBuffer, Ending
+from router.attempt import Finish, Phase, Token
+from router.client_buffer import Ending, make_buffer
 from router.metrics import RouterMetrics
 from router.output import Output
 from router.placer import Placer
 from router.policy import WorkerKey
 from router.prefix_index import hash_granules
 from router.recovery import Limits, Recovery
-from router.request_state import Finish, Phase, RequestState, Token
+from router.request_state import RequestState
 from router.timing import RequestTimes
 from router.worker_pool import WorkerPool
 
@@ -57,7 +59,9 @@ class Dispatcher:
         self._limits = limits
         self._table = table
         self._metrics = metrics
+        self._calls: dict[RequestId, ClientCall] = {}
         self._active: dict[RequestId, ActiveRequest] = {}
+        """Samples, by the ids under which workers speak of them."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._recovery = Recovery(pool, placer, admission, clock, limits, metrics)
@@ -66,7 +70,7 @@ class Dispatcher:
     @property
     def num_in_flight(self) -> int:
         """Requests without their terminal event."""
-        return len(self._active)
+        return len(self._calls)
 
     def start(
         self,
@@ -87,47 +91,65 @@ class Dispatcher:
             Overloaded: a limit is reached.
             InvalidField: a request of this id is in flight.
         """
-        if request.request_id in self._active:
+        if request.request_id in self._calls:
             raise InvalidField("request_id", request.request_id, "unique among those in flight")
         self.admission.admit()
         now_s = self._clock.now()
         deadline_s = request.deadline_s
-        active = ActiveRequest(
-            state=RequestState(request, handoff_id, self._limits.max_attempts),
-            output=Output(self._table, request.sampling),
-            times=RequestTimes(now_s if received_s is None else received_s),
-            buffer=ClientBuffer(self._limits.max_client_buffer_bytes),
+        call = ClientCall(
+            request=request,
+            handoff_id=handoff_id,
+            received_s=now_s if received_s is None else received_s,
+            buffer=make_buffer(request, self._table, self._limits.max_client_buffer_bytes),
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
             tenant=tenant,
         )
-        self._active[request.request_id] = active
+        self._calls[request.request_id] = call
         self._idle.clear()
-        active.driver = asyncio.create_task(
-            self._drive(active), name=f"request-{request.request_id}"
-        )
+        for one in replace(request, handoff_id=handoff_id).samples():
+            self._add_sample(call, one)
+        call.together = list(call.samples)
+        call.waiting.add(call.samples[0])
         if deadline_s is not None:
-            active.deadline_timer = asyncio.get_running_loop().call_later(
-                deadline_s, self.end, active, DeadlineExceeded(f"no end within {deadline_s:.3f} s")
+            call.deadline_timer = asyncio.get_running_loop().call_later(
+                deadline_s,
+                self._end_call,
+                call,
+                DeadlineExceeded(f"no end within {deadline_s:.3f} s"),
             )
-        return active
+        return call.samples[0]
+
+    def _add_sample(self, call: ClientCall, one: Request) -> None:
+        if one.sample_index:
+            # The first sample speaks for the prompt that they share.
+            one = replace(one, sampling=replace(one.sampling, prompt_logprobs=None))
+        active = ActiveRequest(
+            call=call,
+            state=RequestState(one, one.handoff_id, self._limits.max_attempts),
+            output=Output(self._table, one.sampling, one.sample_index),
+            times=RequestTimes(call.received_s),
+        )
+        call.samples.append(active)
+        self._active[one.request_id] = active
+        active.driver = asyncio.create_task(self._drive(active), name=f"request-{one.request_id}")
 
     def cancel(self, active: ActiveRequest) -> None:
         """Ends a request whose client is gone; nothing happens when it has ended."""
-        self.end(active, Cancelled("the client cancelled the request"))
+        self._end_call(active.call, Cancelled("the client cancelled the request"))
 
     def abort(self, request_id: RequestId, tenant: str = "") -> bool:
         """Ends a tenant's request by its id; False when the tenant has none of this id."""
-        active = self._active.get(request_id)
-        if active is None or active.tenant != tenant:
+        call = self._calls.get(request_id)
+        if call is None or call.tenant != tenant:
             return False
-        self.end(active, Cancelled("the request was aborted"))
+        self._end_call(call, Cancelled("the request was aborted"))
         return True
 
     def end_all(self, error: PdserveError) -> None:
         """Ends what is in flight, at shutdown."""
-        for active in list(self._active.values()):
-            self.end(active, error)
+        for call in list(self._calls.values()):
+            self._end_call(call, error)
 
     async def wait_idle(self) -> None:
         """Returns when nothing is in flight."""
@@ -169,6 +191,7 @@ class Dispatcher:
                 request_id=active.state.request_id,
                 attempt=active.state.attempt,
                 next_index=active.state.next_index,
+                next_prompt_position=active.state.next_prompt_position,
             )
             for active in self._active.values()
             if active.state.speaks_for(worker)
@@ -179,6 +202,9 @@ class Dispatcher:
     ) -> None:
         state = active.state
         phase = state.phase
+        piece = state.take_prompt(worker, update)
+        if piece is not None:
+            self._emit_prompt(active, piece)
         tokens = state.apply(worker, update)
         if update.HasField("times"):
             active.times.note_stages(update.attempt, update.times)
@@ -186,6 +212,13 @@ class Dispatcher:
             self._emit(active, tokens)
         if state.phase is not phase or update.WhichOneof("outcome") is not None:
             self._follow(active)
+
+    def _emit_prompt(self, active: ActiveRequest, piece: worker_pb2.PromptLogprobs) -> None:
+        active.buffer.push_prompt(
+            inference_pb2.PromptChunk(first_position=piece.first_position, logprobs=piece.logprobs)
+        )
+        if active.state.is_prompt_scored:
+            active.buffer.open_output()
 
     def _emit(self, active: ActiveRequest, tokens: Sequence[Token]) -> None:
         now_s = self._clock.now()
@@ -212,6 +245,7 @@ class Dispatcher:
                 self.end(active, None)
         elif state.phase in (Phase.WAITING, Phase.UNPLACED):
             active.moved.set()
+            active.call.wake()
 
     def _linger(self, active: ActiveRequest) -> None:
         """Keeps the completion back for the prefill worker's times, which are on their way.
@@ -239,9 +273,11 @@ class Dispatcher:
         state = active.state
         try:
             while not state.is_ended:
-                if state.phase is Phase.WAITING:
+                if state.phase is Phase.WAITING and not active.call.is_untouched:
+                    active.call.part(active)
+                if state.phase is Phase.WAITING and active.is_leader:
                     await self._recovery.begin_attempt(active)
-                elif state.phase is Phase.UNPLACED:
+                elif state.phase is Phase.UNPLACED and active.is_leader:
                     await self._recovery.place_decode(active)
                 else:
                     await active.moved.wait()
@@ -255,35 +291,57 @@ class Dispatcher:
             self.end(active, InternalError("the router failed on this request"))
 
     def end(self, active: ActiveRequest, error: PdserveError | None) -> None:
-        """Gives a request its one terminal event; later calls do nothing."""
-        state = active.state
-        if self._active.get(state.request_id) is not active:
+        """Ends a sample; an error, or the last sample's end, is the end of its request.
+
+        Later calls do nothing.
+        """
+        call = active.call
+        failure = error or active.state.failure
+        if failure is not None:
+            self._end_call(call, failure)
             return
+        if self._active.get(active.state.request_id) is not active:
+            return
+        self._drop(active)
+        self._note_cached_output(active)
+        if not any(one.state.request_id in self._active for one in call.samples):
+            self._end_call(call, None)
+
+    def _drop(self, active: ActiveRequest) -> None:
+        """Forgets a sample that has ended."""
+        state = active.state
         del self._active[state.request_id]
-        if not self._active:
-            self._idle.set()
-        if error is not None:
-            state.fail(error)
         self._recovery.send_fences(state)
         self._pool.book.keep_only(state.request_id, ())
-        now_s = self._clock.now()
-        self.admission.leave(
-            is_waiting=active.is_waiting, service_s=now_s - active.times.received_s
-        )
-        for timer in (active.deadline_timer, active.linger_timer):
-            if timer is not None:
-                timer.cancel()
+        if active.linger_timer is not None:
+            active.linger_timer.cancel()
         if active.driver is not None and active.driver is not asyncio.current_task():
             active.driver.cancel()
-        failure = error or state.failure
+        active.call.part(active)
+
+    def _end_call(self, call: ClientCall, failure: PdserveError | None) -> None:
+        """Gives a request its one terminal event; later calls do nothing."""
+        if self._calls.get(call.request_id) is not call:
+            return
+        del self._calls[call.request_id]
+        if not self._calls:
+            self._idle.set()
+        for active in call.samples:
+            if self._active.get(active.state.request_id) is active:
+                if failure is not None:
+                    active.state.fail(failure)
+                self._drop(active)
+        now_s = self._clock.now()
+        self.admission.leave(is_waiting=bool(call.waiting), service_s=now_s - call.received_s)
+        if call.deadline_timer is not None:
+            call.deadline_timer.cancel()
         if failure is None:
-            self._note_cached_output(active)
-            active.buffer.end(Ending(completion=active.completion(now_s)))
+            call.buffer.end(Ending(completion=call.completion(now_s)))
         elif isinstance(failure, Overloaded | DeadlineExceeded | Cancelled):
-            active.buffer.cut(failure)
+            call.buffer.cut(failure)
         else:
-            active.buffer.end(Ending(error=failure))
-        self._report(active, failure, now_s)
+            call.buffer.end(Ending(error=failure))
+        self._report(call, failure, now_s)
 
     def _note_cached_output(self, active: ActiveRequest) -> None:
         """A follow-up turn begins with this prompt and output: decode holds both."""
@@ -305,32 +363,32 @@ class Dispatcher:
         if is_running_on and not is_newest:
             self._recovery.send_cancel(worker, RequestId(update.request_id), update.attempt)
 
-    def _report(self, active: ActiveRequest, failure: PdserveError | None, now_s: float) -> None:
-        state, times, output = active.state, active.times, active.output
-        finish = active.finish_reason if failure is None else failure.reason.lower()
+    def _report(self, call: ClientCall, failure: PdserveError | None, now_s: float) -> None:
+        first, times = call.samples[0], call.times
+        finish = first.finish_reason if failure is None else failure.reason.lower()
         self._metrics.note_end(
             times,
             finish=finish,
             is_success=failure is None,
-            prompt_tokens=state.request.num_prompt_tokens,
-            output_tokens=output.num_tokens,
+            prompt_tokens=call.request.num_prompt_tokens,
+            output_tokens=call.num_output_tokens,
             now_s=now_s,
         )
         logger.info(
             "request finished",
             extra={
-                "request_id": state.request_id,
-                "handoff_id": state.handoff_id,
+                "request_id": call.request_id,
+                "handoff_id": call.handoff_id,
                 "status": "OK" if failure is None else failure.reason,
                 "finish_reason": finish,
-                "prompt_tokens": state.request.num_prompt_tokens,
-                "output_tokens": output.num_tokens,
-                "attempts": state.attempt,
-                "preemptions": state.num_preemptions,
-                "prefill_worker": active.prefill_worker,
-                "decode_worker": active.decode_worker,
+                "prompt_tokens": call.request.num_prompt_tokens,
+                "output_tokens": call.num_output_tokens,
+                "attempts": max(one.state.attempt for one in call.samples),
+                "preemptions": sum(one.state.num_preemptions for one in call.samples),
+                "prefill_worker": first.prefill_worker,
+                "decode_worker": first.decode_worker,
                 "ttft_s": times.ttft_s,
                 "tpot_s": times.tpot_s,
-                "total_s": now_s - times.received_s,
+                "total_s": now_s - call.received_s,
             },
         )

@@ -15,7 +15,7 @@ from router.tenants import Tenant, narrow_salt
 
 logger = logging.getLogger(__name__)
 
-Event = inference_pb2.TokenChunk | inference_pb2.Completion
+Event = inference_pb2.PromptChunk | inference_pb2.TokenChunk | inference_pb2.Completion
 
 
 class Intake:
@@ -93,13 +93,13 @@ class Intake:
 
 
 async def events_of(active: ActiveRequest) -> AsyncIterator[Event]:
-    """Yields a request's chunks as they come, and its completion.
+    """Yields what was asked of the prompt, output as it comes, and the completion.
 
     Raises:
         PdserveError: it ended with an error.
     """
-    async for delta in active.buffer.deltas():
-        yield token_chunk(delta)
+    async for event in active.buffer.deltas():
+        yield token_chunk(event) if isinstance(event, Delta) else event
     ending = active.buffer.ending
     assert ending is not None, "deltas end with the ending"
     if ending.error is not None:
@@ -109,7 +109,8 @@ async def events_of(active: ActiveRequest) -> AsyncIterator[Event]:
 
 
 def set_chunk(chunk: inference_pb2.TokenChunk, delta: Delta) -> None:
-    """Makes a chunk say what a delta says; every request has one sample so far, with index 0."""
+    """Makes a chunk say what a delta says."""
+    chunk.index = delta.index
     chunk.token_ids[:] = delta.token_ids
     chunk.text = delta.text
     if chunk.logprobs:
@@ -119,7 +120,7 @@ def set_chunk(chunk: inference_pb2.TokenChunk, delta: Delta) -> None:
 
 
 def token_chunk(delta: Delta) -> inference_pb2.TokenChunk:
-    """Encodes new output in a message of its own."""
+    """Encodes new output of one sample in a message of its own."""
     chunk = inference_pb2.TokenChunk()
     set_chunk(chunk, delta)
     return chunk

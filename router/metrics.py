@@ -11,8 +11,8 @@ from pdserve.metrics import (
     TOKEN_COUNT_BUCKETS,
     TTFT_BUCKETS_S,
 )
+from router.attempt import Cause
 from router.policy import Choice
-from router.request_state import Cause
 from router.timing import RequestTimes
 from router.token_metrics import TokenMetrics
 

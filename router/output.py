@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from pdserve.detokenizer import Detokenizer, StopFinder, TokenTable
 from pdserve.request import FinishReason, SamplingParams
 from pdserve.rpc.v1 import types_pb2
-from router.request_state import Finish, Token
+from router.attempt import Finish, Token
 
 
 @dataclass(kw_only=True, slots=True)
 class Delta:
-    """New output since the last delta."""
+    """New output of one sample since its last delta."""
 
+    index: int = 0
+    """Which of the n samples."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
     text: str = ""
@@ -43,8 +45,9 @@ class Output:
     end with it, and its text is cut where the stop begins.
     """
 
-    def __init__(self, table: TokenTable, sampling: SamplingParams) -> None:
-        """Starts an empty output."""
+    def __init__(self, table: TokenTable, sampling: SamplingParams, index: int = 0) -> None:
+        """Starts the empty output of one sample."""
+        self.index = index
         self._detokenizer = Detokenizer(table, skip_special_tokens=sampling.skip_special_tokens)
         self._stops = StopFinder(sampling.stop, include_stop=sampling.include_stop_in_output)
         self._min_tokens = sampling.min_tokens
@@ -61,7 +64,7 @@ class Output:
 
         After a stop string is found the rest of `tokens` is dropped, see `matched_stop`.
         """
-        delta = Delta()
+        delta = Delta(index=self.index)
         for position, token in enumerate(tokens, start=1):
             is_last = finish is not None and position == len(tokens)
             self._push_token(token, delta, is_last and self._is_hidden(token, finish))

@@ -24,6 +24,8 @@ class PlaceQuery:
     may_be_local: bool = True
     """A decode worker may prefill it, if only little is uncached there."""
     excluded: Collection[WorkerKey] = ()
+    followers: Collection[RequestId] = ()
+    """Other samples of its prompt that go where it goes, and grow as it does."""
 
 
 class Placer(Protocol):
@@ -106,6 +108,8 @@ class InProcessPlacer:
     def _charge_decode(self, query: PlaceQuery, demand: Demand, decode: WorkerKey) -> None:
         blocks = demand.prompt_blocks + demand.growth_blocks
         self._pool.book.charge(query.request_id, decode, blocks)
+        for request_id in query.followers:
+            self._pool.book.charge(request_id, decode, demand.growth_blocks)
         self.note_cached(decode, query.granules)
 
     def _demand(self, query: PlaceQuery) -> Demand:

@@ -7,8 +7,8 @@ try is a new attempt; the attempt before it is cancelled on all workers that may
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
 
 from pdserve.errors import (
     Cancelled,
@@ -21,16 +21,17 @@ from pdserve.errors import (
     TransferError,
     WorkerLost,
 )
-from pdserve.request import RequestId
+from pdserve.request import Request, RequestId
 from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import Clock
 from router.active import ActiveRequest
 from router.admission import Admission
+from router.attempt import Cause, Phase, Placement
 from router.metrics import RouterMetrics
 from router.placer import PlaceQuery, Placer
 from router.policy import Choice, WorkerKey
-from router.request_state import Cause, Phase, Placement, RequestState
+from router.request_state import RequestState
 from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -98,21 +99,15 @@ class Recovery:
         state = active.state
         if not state.has_attempts_left:
             raise WorkerLost(f"{state.num_failed_attempts} attempts failed, none is left")
-        if not active.is_waiting:
-            active.is_waiting = True
+        if not active.call.waiting:
             self._admission.wait_again()
+        active.call.waiting.add(active)
         choice = await self._find_pair(active)
-        now_s = self._clock.now()
-        deadline_at_s = active.deadline_at_s
-        remaining_s = None if deadline_at_s is None else max(deadline_at_s - now_s, 0.0)
-        placement = Placement(prefill=choice.prefill, decode=choice.decode)
-        request = state.begin_attempt(placement, remaining_s)
+        request = self._begin(active, choice)
         active.moved.clear()
-        active.is_waiting = False
-        self._admission.start()
-        active.times.note_dispatch(now_s)
-        active.prefill_worker = choice.prefill.worker_id if choice.prefill else ""
-        active.decode_worker = choice.decode.worker_id
+        active.call.waiting.remove(active)
+        if not active.call.waiting:
+            self._admission.start()
         self._metrics.note_pick(choice)
         if state.attempt > 1:
             self._metrics.note_attempt(state.last_cause)
@@ -134,6 +129,28 @@ class Recovery:
         wire.incarnation = receiver.incarnation
         self._spawn(self._submit(active, receiver, wire))
 
+    def _begin(self, active: ActiveRequest, choice: Choice) -> Request:
+        """Starts the attempt of a sample and of those that set out with it."""
+        call, now_s = active.call, self._clock.now()
+        deadline_at_s = call.deadline_at_s
+        remaining_s = None if deadline_at_s is None else max(deadline_at_s - now_s, 0.0)
+        placement = Placement(prefill=choice.prefill, decode=choice.decode)
+        requests = []
+        for one in active.mates:
+            requests.append(one.state.begin_attempt(placement, remaining_s))
+            one.times.note_dispatch(now_s)
+            one.prefill_worker = choice.prefill.worker_id if choice.prefill else ""
+            one.decode_worker = choice.decode.worker_id
+        first = requests[0]
+        if active not in call.together:
+            return first
+        return replace(
+            first,
+            request_id=call.request_id,
+            handoff_id=call.handoff_id,
+            sampling=replace(first.sampling, n=call.request.sampling.n),
+        )
+
     async def place_decode(self, active: ActiveRequest) -> None:
         """Gives held KV another decode worker, or gives the attempt up.
 
@@ -154,13 +171,13 @@ class Recovery:
                 decode = await self._placer.place_decode(query, placement.prefill)
             except NoWorker:
                 if now_s >= give_up_at_s:
-                    self._give_up(active, Cause.RETURNED)
+                    self._give_up(_held_with(active), Cause.RETURNED)
                     return
                 # Short, because the prefill worker may take its KV back meanwhile.
                 await self._wait_for_worker(active, min(give_up_at_s - now_s, _AVOID_S / 2))
                 continue
             except WorkerLost:
-                self._give_up(active, Cause.WORKER_LOST)
+                self._give_up(_held_with(active), Cause.WORKER_LOST)
                 return
             self._send_placement(active, placement.prefill, decode)
             return
@@ -209,9 +226,10 @@ class Recovery:
         num_tokens = state.request.num_prompt_tokens + state.next_index
         return PlaceQuery(
             request_id=state.request_id,
+            followers=tuple(one.state.request_id for one in active.mates if one is not active),
             num_tokens=num_tokens,
             num_growth_tokens=state.request.sampling.max_tokens - state.next_index,
-            granules=active.granules,
+            granules=active.call.granules,
             # What was running already goes through the prefill pool's priority lane.
             may_be_local=state.attempt == 0 and not active.is_local_refused,
             excluded=active.excluded(now_s),
@@ -235,7 +253,7 @@ class Recovery:
         if isinstance(error, LocalPrefillRefused) and self._pool.has_prefill_pool:
             active.is_local_refused = True
             self._metrics.note_refusal(error)
-            self._give_up(active, Cause.REFUSED)
+            self._give_up(_submitted_with(active, receiver), Cause.REFUSED)
             return
         if not isinstance(error, _RETRYABLE):
             active.fatal_refusal = error
@@ -245,17 +263,18 @@ class Recovery:
         hint_s = error.retry_after_s if isinstance(error, Overloaded | NoWorker) else None
         self._avoid(active, receiver, hint_s)
         self._metrics.note_refusal(error)
-        self._give_up(active, Cause.REFUSED)
+        self._give_up(_submitted_with(active, receiver), Cause.REFUSED)
 
     def _send_placement(self, active: ActiveRequest, prefill: WorkerKey, decode: WorkerKey) -> None:
         state = active.state
-        decode_attempt = state.begin_placement(decode)
-        self._pool.book.keep_only(state.request_id, state.holders())
+        for one in _held_with(active):
+            decode_attempt = one.state.begin_placement(decode)
+            self._pool.book.keep_only(one.state.request_id, one.state.holders())
+            one.decode_worker = decode.worker_id
         active.moved.clear()
-        active.decode_worker = decode.worker_id
         self._metrics.replacements.inc()
         wire = worker_pb2.PlaceDecodeRequest(
-            request_id=state.request_id,
+            request_id=active.wire_id,
             attempt=state.attempt,
             decode=self._target(decode, decode_attempt),
         )
@@ -271,7 +290,7 @@ class Recovery:
             is_current = state.attempt == wire.attempt and state.speaks_for(prefill)
             if is_current and state.decode_attempt == wire.decode.decode_attempt:
                 self._metrics.note_refusal(error)
-                self._give_up(active, Cause.RETURNED)
+                self._give_up(_held_with(active), Cause.RETURNED)
 
     async def _cancel(self, worker: WorkerKey, request_id: RequestId, attempt: int) -> None:
         try:
@@ -289,11 +308,12 @@ class Recovery:
                 },
             )
 
-    def _give_up(self, active: ActiveRequest, cause: Cause) -> None:
-        active.state.give_up_attempt(cause)
-        self.send_fences(active.state)
-        self._pool.book.keep_only(active.state.request_id, ())
-        active.moved.set()
+    def _give_up(self, samples: Sequence[ActiveRequest], cause: Cause) -> None:
+        for one in samples:
+            one.state.give_up_attempt(cause)
+            self.send_fences(one.state)
+            self._pool.book.keep_only(one.state.request_id, ())
+            one.moved.set()
 
     def _avoid(self, active: ActiveRequest, worker: WorkerKey, hint_s: float | None) -> None:
         wait_s = _AVOID_S if hint_s is None else max(hint_s, _MIN_AVOID_S)
@@ -317,3 +337,14 @@ class Recovery:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _submitted_with(active: ActiveRequest, receiver: WorkerKey) -> tuple[ActiveRequest, ...]:
+    """Returns a sample and those that a worker got, or was to get, with it."""
+    return tuple(one for one in active.mates if one.state.speaks_for(receiver))
+
+
+def _held_with(active: ActiveRequest) -> tuple[ActiveRequest, ...]:
+    """Returns a sample and those whose KV is held on prefill with its own."""
+    before_decode = (Phase.PREFILLING, Phase.UNPLACED)
+    return tuple(one for one in active.mates if one is active or one.state.phase in before_decode)

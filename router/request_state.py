@@ -14,74 +14,27 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import replace
 
 from pdserve.errors import PdserveError
-from pdserve.request import FinishReason, HandoffId, Request, RequestId, finish_reason_after
+from pdserve.request import (
+    FinishReason,
+    HandoffId,
+    Request,
+    RequestId,
+    SamplingParams,
+    finish_reason_after,
+)
 from pdserve.rpc.codec import finish_reason_from_wire
 from pdserve.rpc.error_parts import error_from_parts
-from pdserve.rpc.v1 import types_pb2, worker_pb2
+from pdserve.rpc.v1 import worker_pb2
+from router.attempt import Cause, Fence, Finish, Phase, Placement, Token
 from router.policy import WorkerKey
 
 MAX_EARLY_TOKENS = 4096
 """Tokens kept for an index that has not come yet; a gap this wide is a lost message."""
 LOST_DECODE_HOLD_S = 20.0
 """How long to look for another place for a request whose prefill worker has not asked yet."""
-
-
-class Phase(StrEnum):
-    """Where a request stands."""
-
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    UNPLACED = "unplaced"
-    DECODING = "decoding"
-    ENDED = "ended"
-
-
-class Cause(StrEnum):
-    """Why an attempt was given up."""
-
-    WORKER_LOST = "worker_lost"
-    REFUSED = "refused"
-    PREEMPTED = "preempted"
-    DRAINING = "draining"
-    RETURNED = "returned"
-
-
-# Not frozen, as one is made per token: that takes three times as long.
-@dataclass(kw_only=True, slots=True)
-class Token:
-    """One output token in its place."""
-
-    index: int
-    token_id: int
-    logprob: types_pb2.TokenLogprob | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finish:
-    """A natural end."""
-
-    reason: FinishReason
-    stop_token_id: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """The workers of one attempt."""
-
-    prefill: WorkerKey | None
-    decode: WorkerKey
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fence:
-    """A cancel that a worker must get: this attempt and all older ones are over."""
-
-    worker: WorkerKey
-    attempt: int
 
 
 _CAUSES = {
@@ -110,6 +63,8 @@ class RequestState:
         self.num_preemptions = 0
         self.last_cause: Cause | None = None
         self.num_failed_attempts = 0
+        self.next_prompt_position = 1
+        """The first prompt position whose log-probabilities have not come."""
         self._emitted_at_start = 0
         self._early: dict[int, Token] = {}
         self._worker_finish: tuple[int, Finish] | None = None
@@ -146,6 +101,12 @@ class RequestState:
         """Another attempt may begin."""
         return self.num_failed_attempts < self._max_attempts
 
+    @property
+    def is_prompt_scored(self) -> bool:
+        """All log-probabilities of the prompt are there, or none were asked for."""
+        is_wanted = self.request.sampling.prompt_logprobs is not None
+        return not is_wanted or self.next_prompt_position >= self.request.num_prompt_tokens
+
     def holders(self) -> tuple[WorkerKey, ...]:
         """Workers that may hold something of the current attempt."""
         if self.placement is None or self.phase in (Phase.WAITING, Phase.ENDED):
@@ -176,7 +137,7 @@ class RequestState:
             request_id=base.request_id,
             token_ids=(*base.token_ids, *self.token_ids),
             num_prompt_tokens=base.num_prompt_tokens,
-            sampling=base.sampling,
+            sampling=self._sampling(),
             eos_token_ids=base.eos_token_ids,
             tenant_salt=base.tenant_salt,
             front_id=base.front_id,
@@ -184,11 +145,22 @@ class RequestState:
             attempt=self.attempt,
             deadline_s=deadline_s,
             is_priority=self._was_taken,
+            sample_index=base.sample_index,
         )
 
+    def _sampling(self) -> SamplingParams:
+        """Does not ask again for what is there: the log-probabilities come before token 1."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs is None or not (self.next_index or self.is_prompt_scored):
+            return sampling
+        return replace(sampling, prompt_logprobs=None)
+
     def begin_placement(self, decode: WorkerKey) -> int:
-        """Names another decode worker for held KV and returns its decode attempt."""
-        assert self.phase is Phase.UNPLACED
+        """Names another decode worker for held KV and returns its decode attempt.
+
+        A sample is placed with the others although the word that it must be is still on its way.
+        """
+        assert self.phase in (Phase.UNPLACED, Phase.PREFILLING)
         assert self.placement is not None
         self.decode_attempt += 1
         self.placement = Placement(prefill=self.placement.prefill, decode=decode)
@@ -228,6 +200,22 @@ class RequestState:
         if self.phase is Phase.ENDED:
             self._ended_by = worker
         return tokens
+
+    def take_prompt(
+        self, worker: WorkerKey, update: worker_pb2.SequenceUpdate
+    ) -> worker_pb2.PromptLogprobs | None:
+        """Returns what is new of the prompt's log-probabilities; a replay repeats some."""
+        if not update.HasField("prompt_logprobs") or not self.is_current(worker, update):
+            return None
+        piece = update.prompt_logprobs
+        num_known = self.next_prompt_position - piece.first_position
+        if not 0 <= num_known < len(piece.logprobs):
+            return None
+        first_position = self.next_prompt_position
+        self.next_prompt_position += len(piece.logprobs) - num_known
+        return worker_pb2.PromptLogprobs(
+            first_position=first_position, logprobs=piece.logprobs[num_known:]
+        )
 
     def _take_tokens(self, update: worker_pb2.SequenceUpdate) -> list[Token]:
         in_order: list[Token] = []

@@ -15,6 +15,7 @@ from pdserve.timeline import Clock
 from router.active import ActiveRequest
 from router.auth import authorization_of
 from router.intake import Intake, set_chunk
+from router.output import Delta
 from router.tenants import Keyring, Tenant
 from router.worker_link import WorkerLink
 from router.worker_pool import WorkerPool
@@ -88,13 +89,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Writes until the end, or until the dispatcher cuts a client that does not read."""
         task = asyncio.current_task()
         assert task is not None
+        # By itself: a first write that is interrupted would leave it half sent, and no status could
+        # follow (grpcio 1.8x, GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
+        await context.send_initial_metadata(())
         active.buffer.interrupt_with(task.cancel)
         # One message for the whole stream: a write encodes it before it waits for anything, and a
         # new one per token costs three times as much.
-        response = inference_pb2.GenerateResponse(request_id=active.state.request_id)
+        response = inference_pb2.GenerateResponse(request_id=active.call.request_id)
         try:
-            async for delta in active.buffer.deltas():
-                set_chunk(response.chunk, delta)
+            async for event in active.buffer.deltas():
+                if isinstance(event, Delta):
+                    set_chunk(response.chunk, event)
+                else:
+                    response.prompt.CopyFrom(event)
                 await context.write(response)
                 response.sequence += 1
             ending = active.buffer.ending

@@ -1,5 +1,7 @@
 """Where a request's time went: worker stage times merged with the router's own clock."""
 
+from collections.abc import Iterable, Sequence
+
 from pdserve.rpc.v1 import types_pb2, worker_pb2
 
 
@@ -45,6 +47,26 @@ class RequestTimes:
     def note_stages(self, attempt: int, times: worker_pb2.StageTimes) -> None:
         """Merges what a worker says of its own stages."""
         self._by_attempt.setdefault(attempt, worker_pb2.StageTimes()).MergeFrom(times)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[RequestTimes]") -> "RequestTimes":
+        """Returns the times of several samples of one request as those of one.
+
+        Stages add up; token times run from the first of all to the last of all, and gaps are the
+        longest. The sample with the most tokens gives their number.
+        """
+        joined = cls(parts[0].received_s)
+        joined.dispatched_s = _least(part.dispatched_s for part in parts)
+        joined.first_token_s = _least(part.first_token_s for part in parts)
+        last_s = [part.last_token_s for part in parts if part.last_token_s is not None]
+        joined.last_token_s = max(last_s, default=None)
+        joined._num_tokens = max(part._num_tokens for part in parts)
+        joined._first_gap_s = max(part._first_gap_s for part in parts)
+        joined._max_gap_s = max(part._max_gap_s for part in parts)
+        stages = [(attempt, times) for part in parts for attempt, times in part._by_attempt.items()]
+        stages.sort(key=lambda entry: entry[0])
+        joined._by_attempt = {number: times for number, (_, times) in enumerate(stages)}
+        return joined
 
     @property
     def cached_tokens(self) -> int:
@@ -116,3 +138,12 @@ class RequestTimes:
             preemptions=preemptions,
             local_prefill_tokens=stages.local_prefill_tokens,
         )
+
+
+def join_times(parts: Sequence[RequestTimes]) -> RequestTimes:
+    """Returns the times of all samples of one request."""
+    return parts[0] if len(parts) == 1 else RequestTimes.joined(parts)
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)

@@ -1,12 +1,11 @@
 """Checks every field of a client's request and fills in the defaults.
 
-Each refusal names the field, the value and the limit. Nothing is ignored: what this release does
-not do (n > 1, penalties, biases, min_p, prompt log-probs, echo) is refused by name.
+Each refusal names the field, the value and the limit. Nothing is ignored.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.errors import InvalidField, ModelNotFound, TooLong
@@ -16,6 +15,13 @@ from pdserve.rpc.v1 import inference_pb2, types_pb2
 DEFAULT_MAX_TOKENS = 256
 """Without max_tokens: this many, or what is left of the context if that is less."""
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROB_ENTRIES = 2**18
+"""Prompt tokens x (alternatives + 1) of one request: about 4 MB until the client has read them."""
+MAX_SAMPLES = 8
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -152,7 +158,6 @@ def check_sampling(
         InvalidField: a value is out of range or not supported.
         TooLong: prompt plus max_tokens exceed the limit.
     """
-    _refuse_unsupported(wire)
     max_tokens = _max_tokens(wire, num_prompt_tokens, limits)
     return SamplingParams(
         temperature=_real(wire, "temperature", wire.temperature, 1.0, (0.0, MAX_TEMPERATURE)),
@@ -173,32 +178,21 @@ def check_sampling(
         skip_special_tokens=(
             wire.skip_special_tokens if wire.HasField("skip_special_tokens") else True
         ),
-    )
-
-
-def _refuse_unsupported(wire: types_pb2.SamplingParams) -> None:
-    values: tuple[tuple[str, float, float], ...] = (
-        ("n", wire.n if wire.HasField("n") else 1, 1),
-        ("min_p", wire.min_p, 0),
-        ("presence_penalty", wire.presence_penalty, 0),
-        ("frequency_penalty", wire.frequency_penalty, 0),
-        (
+        min_p=_real(wire, "min_p", wire.min_p, 0.0, (0.0, 1.0)),
+        presence_penalty=_penalty(wire, "presence_penalty", wire.presence_penalty),
+        frequency_penalty=_penalty(wire, "frequency_penalty", wire.frequency_penalty),
+        repetition_penalty=_real(
+            wire,
             "repetition_penalty",
-            wire.repetition_penalty if wire.HasField("repetition_penalty") else 1,
-            1,
+            wire.repetition_penalty,
+            1.0,
+            (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         ),
-        ("echo", wire.echo, False),
+        logit_bias=_logit_bias(wire.logit_bias, limits),
+        prompt_logprobs=_prompt_logprobs(wire, num_prompt_tokens),
+        echo=wire.echo,
+        n=_whole(wire, "n", wire.n, 1, (1, MAX_SAMPLES)),
     )
-    for name, value, only in values:
-        # Also true of NaN.
-        if value != only:
-            raise InvalidField(f"sampling.{name}", value, f"{only} in this release")
-    if wire.HasField("prompt_logprobs"):
-        raise InvalidField(
-            "sampling.prompt_logprobs", wire.prompt_logprobs, "absent in this release"
-        )
-    if wire.logit_bias:
-        raise InvalidField("sampling.logit_bias", len(wire.logit_bias), "empty in this release")
 
 
 def _max_tokens(wire: types_pb2.SamplingParams, num_prompt_tokens: int, limits: ModelLimits) -> int:
@@ -247,6 +241,39 @@ def _whole(
 
 def _has(wire: types_pb2.SamplingParams, name: str) -> bool:
     return any(field.name == name for field, _ in wire.ListFields())
+
+
+def _penalty(wire: types_pb2.SamplingParams, name: str, value: float) -> float:
+    return _real(wire, name, value, 0.0, (-MAX_PENALTY, MAX_PENALTY))
+
+
+def _logit_bias(biases: Mapping[int, float], limits: ModelLimits) -> tuple[tuple[int, float], ...]:
+    field = "sampling.logit_bias"
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidField(field, len(biases), f"at most {MAX_LOGIT_BIASES} tokens")
+    for token_id, bias in biases.items():
+        if token_id >= limits.vocab_size:
+            limit = f"for ids below the vocabulary size {limits.vocab_size}"
+            raise InvalidField(field, token_id, limit)
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            limit = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+            raise InvalidField(f"{field}[{token_id}]", bias, limit)
+    return tuple(sorted(biases.items()))
+
+
+def _prompt_logprobs(wire: types_pb2.SamplingParams, num_prompt_tokens: int) -> int | None:
+    if not wire.HasField("prompt_logprobs"):
+        return None
+    name = "prompt_logprobs"
+    value = _whole(wire, name, wire.prompt_logprobs, 0, (0, MAX_LOGPROBS))
+    if num_prompt_tokens * (value + 1) > MAX_PROMPT_LOGPROB_ENTRIES:
+        raise InvalidField(
+            f"sampling.{name}",
+            value,
+            f"such that {num_prompt_tokens} prompt tokens times ({name} + 1) is at most "
+            f"{MAX_PROMPT_LOGPROB_ENTRIES}",
+        )
+    return value
 
 
 def _top_p(wire: types_pb2.SamplingParams) -> float:

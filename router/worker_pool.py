@@ -15,6 +15,7 @@ from pdserve.request import FrontId, Role
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import Clock
 from router.load_book import LoadBook
+from router.mismatch import find_mismatch
 from router.policy import WorkerKey, WorkerView
 from router.worker_link import WorkerLink
 
@@ -253,7 +254,18 @@ class WorkerPool:
         if link.is_available != was_available:
             self.on_link_changed(link.key)
 
+    def _warn_of_mismatch(self, record: WorkerRecord) -> None:
+        """Tells, once for each new worker, why workers of the other pool are of no use to it."""
+        for link in self._links.values():
+            if link.record.role is record.role:
+                continue
+            detail = find_mismatch(record, link.record)
+            if detail is not None:
+                ids = {"worker_id": record.worker_id, "other_id": link.record.worker_id}
+                logger.warning("workers cannot be paired", extra={**ids, "differing": detail})
+
     def _open_link(self, record: WorkerRecord) -> None:
+        self._warn_of_mismatch(record)
         link = WorkerLink(
             record,
             self._front_id,

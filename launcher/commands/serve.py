@@ -4,11 +4,13 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from launcher.local_pool import LocalCluster
+from launcher.place import Place
+from launcher.ray_pool import RayConfig, RayPlace
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import Dtype, EngineConfig, LoadFormat
 from pdserve.config.load import from_pairs, parse_size
@@ -70,7 +72,23 @@ def serve(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 256,
     kv_cache_memory: Annotated[
         str | None,
-        typer.Option(help="Bytes of KV per replica, e.g. 512M or 2G."),
+        typer.Option(help="Bytes of KV per rank, e.g. 512M or 2G."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer."),
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option("--pipeline-parallel-size", "-pp", help="Stages that share the layers."),
+    ] = 1,
+    decode_tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(help="Of decode replicas, if it differs."),
+    ] = None,
+    decode_pipeline_parallel_size: Annotated[
+        int | None,
+        typer.Option(help="Of decode replicas, if it differs."),
     ] = None,
     enable_prefix_caching: Annotated[
         bool,
@@ -109,6 +127,18 @@ def serve(
         float,
         typer.Option(help="For running requests at the end."),
     ] = 60.0,
+    launcher: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="Where replicas run: as child processes, or as Ray actors."),
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="A running Ray cluster; without it one starts on loopback."),
+    ] = None,
+    ray_dashboard: Annotated[
+        bool,
+        typer.Option("--ray-dashboard", help="With Ray's dashboard, on loopback."),
+    ] = False,
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
@@ -133,6 +163,8 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory_bytes=_size(kv_cache_memory, "--kv-cache-memory"),
         enable_prefix_caching=enable_prefix_caching,
+        tensor_parallel=tensor_parallel_size,
+        pipeline_parallel=pipeline_parallel_size,
         seed=seed,
     )
     config = ClusterConfig(
@@ -146,6 +178,8 @@ def serve(
         metrics_port=metrics_port,
         redis_url=redis,
         served_model_name=served_model_name,
+        decode_tensor_parallel=decode_tensor_parallel_size,
+        decode_pipeline_parallel=decode_pipeline_parallel_size,
         max_local_prefill_tokens=max_local_prefill_tokens,
         api_keys=tuple(api_key or ()),
         api_keys_file=api_keys_file,
@@ -156,7 +190,14 @@ def serve(
         prefill_faults=from_pairs(FaultConfig, prefill_fault or (), "--prefill-fault"),
         decode_faults=from_pairs(FaultConfig, decode_fault or (), "--decode-fault"),
     )
-    return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line))
+    place: Place | None = None
+    if launcher == "ray":
+        engines = {Role.PREFILL: config.engine, Role.DECODE: config.decode_engine}
+        ray = RayConfig(address=ray_address, has_dashboard=ray_dashboard)
+        place = RayPlace(ray, report=write_line, engines=engines)
+    elif ray_address is not None or ray_dashboard:
+        raise ConfigError("--ray-address and --ray-dashboard need --launcher ray")
+    return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line, place=place))
 
 
 def run_until_signal(cluster: LocalCluster) -> int:

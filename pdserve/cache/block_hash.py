@@ -68,6 +68,14 @@ class HashChain:
             self._tail = hash_block(self._tail, self.block_tokens(index))
             self._hashes.append(self._tail)
 
+    def fork(self) -> "HashChain":
+        """Returns a chain of the same tokens that grows by itself."""
+        twin = HashChain((), self.block_size, b"", "")
+        twin._tail = self._tail
+        twin._token_ids = self._token_ids.copy()
+        twin._hashes = self._hashes.copy()
+        return twin
+
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Returns the tokens at positions [start, end)."""
         return tuple(self._token_ids[start:end])

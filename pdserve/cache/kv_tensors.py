@@ -1,6 +1,6 @@
-"""The memory of KV blocks on one rank, and the packing of blocks into frames.
+"""The memory of KV blocks on one rank, and the packing of regions into frames.
 
-Letters: L layer, K key or value, B block, S slot, H KV head, D head dim.
+Letters: L layer, K key or value, B block, S slot, T token, H KV head, D head dim.
 """
 
 import math
@@ -10,26 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.cache.kv_region import KvRegion
 from pdserve.config.model import KvGeometry
+from pdserve.config.shape import ITEM_BYTES, RankPart
 from pdserve.request import BlockId
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KvTensors:
-    """KV blocks of all layers in one tensor. Only the thread that owns the model may use it."""
+    """KV blocks of a rank's layers and heads in one tensor. Only the model's thread may use it."""
 
-    def __init__(self, geometry: KvGeometry, num_blocks: int) -> None:
-        """Allocates `num_blocks` zeroed blocks."""
+    def __init__(self, geometry: KvGeometry, num_blocks: int, part: RankPart | None = None) -> None:
+        """Allocates `num_blocks` zeroed blocks.
+
+        Args:
+            geometry: of the whole replica.
+            num_blocks: the same on all its ranks.
+            part: what this rank holds; None is the first rank's.
+        """
         assert num_blocks >= 1
         self.geometry = geometry
         self.num_blocks = num_blocks
+        self.part = geometry.parts[0] if part is None else part
         shape = (
-            geometry.num_layers,
+            len(self.part.layers),
             2,
             num_blocks,
             geometry.block_size,
-            geometry.num_kv_heads,
+            len(self.part.kv_heads),
             geometry.head_dim,
         )
         self._blocks_LKBSHD = _make_zeros(shape, TORCH_DTYPES[geometry.dtype])
@@ -38,55 +47,57 @@ class KvTensors:
             (part[0].flatten(0, 1), part[1].flatten(0, 1)) for part in self._blocks_LKBSHD
         )
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer as views, [num_slots, num_kv_heads, head_dim]."""
-        return self._layers[layer]
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer as views, [num_slots, rank's KV heads, head_dim].
 
-    def frame_bytes(self, num_blocks: int, num_layers: int) -> int:
-        """Returns the size of a frame of so many blocks over so many layers."""
-        per_layer = self.geometry.bytes_per_block // self.geometry.num_layers
-        return num_blocks * num_layers * per_layer
+        Args:
+            index: counts this rank's layers.
+        """
+        return self._layers[index]
 
-    def pack(self, block_ids: Sequence[BlockId], layers: range) -> Tensor:
-        """Copies blocks into a new frame in layout LKBSHD.
+    def frame_bytes(self, region: KvRegion) -> int:
+        """Returns the size of a frame."""
+        num_heads = region.num_tokens * len(region.layers) * len(region.heads)
+        return 2 * num_heads * self.geometry.head_dim * ITEM_BYTES[region.dtype]
+
+    def pack(self, region: KvRegion) -> Tensor:
+        """Copies a region into a new frame in layout LKTHD.
 
         Returns:
             uint8 [frame_bytes].
 
         Raises:
-            ValueError: a block id or layer is out of range.
+            ValueError: the region reaches beyond this rank's memory.
         """
-        selected = self._select(block_ids, layers)
-        index = torch.tensor(block_ids, dtype=torch.int64)
-        return selected.index_select(2, index).view(-1).view(torch.uint8)
+        slots, index = self._select(region)
+        picked = slots.index_select(2, index).to(TORCH_DTYPES[region.dtype])
+        return picked.view(-1).view(torch.uint8)
 
-    def scatter(self, block_ids: Sequence[BlockId], layers: range, payload: Tensor) -> None:
-        """Writes a frame made by `pack` into blocks; whole blocks only.
+    def scatter(self, region: KvRegion, payload: Tensor) -> None:
+        """Writes a frame made by `pack` into a region; no other slot is touched.
 
         Args:
-            block_ids: where each block of the frame goes, all different.
-            layers: the layers that the frame holds.
+            region: where it goes; its blocks are all different.
             payload: uint8 [frame_bytes], any alignment.
 
         Raises:
-            ValueError: a block id or layer is out of range, a block is named twice, or the
-                payload has another size or type.
+            ValueError: the region reaches beyond this rank's memory, a block is named twice, or
+                the payload has another size or type.
         """
-        selected = self._select(block_ids, layers)
-        if len(set(block_ids)) != len(block_ids):
+        slots, index = self._select(region)
+        if len(set(region.block_ids)) != len(region.block_ids):
             raise ValueError("a frame cannot write one block twice")
-        expected_bytes = self.frame_bytes(len(block_ids), len(layers))
+        expected_bytes = self.frame_bytes(region)
         if payload.dtype != torch.uint8 or payload.dim() != 1:
             raise ValueError(f"payload must be 1-D uint8, got {payload.dim()}-D {payload.dtype}")
         if payload.numel() != expected_bytes:
             raise ValueError(f"payload must be {expected_bytes} bytes, got {payload.numel()}")
-        index = torch.tensor(block_ids, dtype=torch.int64)
-        shape = (len(layers), 2, len(block_ids), *selected.shape[3:])
-        item_bytes = self.geometry.item_bytes
+        item_bytes = ITEM_BYTES[region.dtype]
         is_aligned = payload.is_contiguous() and payload.data_ptr() % item_bytes == 0
         aligned = payload if is_aligned else payload.clone(memory_format=torch.contiguous_format)
-        source = aligned.view(selected.dtype).view(shape)
-        selected.index_copy_(2, index, source)
+        shape = (*slots.shape[:2], len(index), *slots.shape[3:])
+        source = aligned.view(TORCH_DTYPES[region.dtype]).view(shape)
+        slots.index_copy_(2, index, source.to(slots.dtype))
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         """Copies one block over all layers.
@@ -94,19 +105,45 @@ class KvTensors:
         Raises:
             ValueError: a block id is out of range.
         """
-        self._select((source, target), range(self.geometry.num_layers))
+        self._check_blocks((source, target))
         self._blocks_LKBSHD[:, :, target] = self._blocks_LKBSHD[:, :, source]
 
-    def _select(self, block_ids: Sequence[BlockId], layers: range) -> Tensor:
+    def _select(self, region: KvRegion) -> tuple[Tensor, Tensor]:
+        """Returns a view of the region's layers and heads, and what to pick along its third axis.
+
+        Whole blocks are picked as such: longer runs to copy, and no index per token.
+        """
+        self._check_blocks(region.block_ids)
+        layers = _within(region.layers, self.part.layers, "layers")
+        heads = _within(region.heads, self.part.kv_heads, "heads")
+        size = self.geometry.block_size
+        room = len(region.block_ids) * size
+        end = region.offset + region.num_tokens
+        if not (0 <= region.offset < size and room - size < end <= room and region.num_tokens > 0):
+            raise ValueError(
+                f"{region.num_tokens} tokens from slot {region.offset} on do not lie in "
+                f"{len(region.block_ids)} blocks of {size}"
+            )
+        memory, index = self._blocks_LKBSHD, torch.tensor(region.block_ids, dtype=torch.int64)
+        if region.num_tokens < room:
+            memory = memory.flatten(2, 3)
+            index = (index[:, None] * size + torch.arange(size)).flatten()[region.offset : end]
+        return memory[layers.start : layers.stop, ..., heads.start : heads.stop, :], index
+
+    def _check_blocks(self, block_ids: Sequence[BlockId]) -> None:
         if not block_ids:
             raise ValueError("no block is named")
         for block_id in block_ids:
             if not 0 <= block_id < self.num_blocks:
                 raise ValueError(f"block id must be in [0, {self.num_blocks}), got {block_id}")
-        is_inside = 0 <= layers.start < layers.stop <= self.geometry.num_layers
-        if not is_inside or layers.step != 1:
-            raise ValueError(f"layers must lie in [0, {self.geometry.num_layers}), got {layers}")
-        return self._blocks_LKBSHD[layers.start : layers.stop]
+
+
+def _within(wanted: range, held: range, name: str) -> range:
+    """Returns a range of the model as one of the rank."""
+    is_inside = held.start <= wanted.start < wanted.stop <= held.stop
+    if not is_inside or wanted.step != 1:
+        raise ValueError(f"{name} must lie in [{held.start}, {held.stop}), got {wanted}")
+    return range(wanted.start - held.start, wanted.stop - held.start)
 
 
 def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -110,6 +110,22 @@ class PrefixCache:
         after = table.block_ids[-1] if table.block_ids else None
         table.block_ids.extend(self.pool.allocate(count, after))
 
+    def fork(self, table: BlockTable, num_blocks: int) -> BlockTable:
+        """Returns a second table over the leading blocks, with references of its own."""
+        blocks = self.pool.fork(table.block_ids[:num_blocks])
+        return BlockTable(list(blocks), table.num_hit_blocks, list(table._entries))
+
+    def make_writable(self, table: BlockTable, index: int) -> tuple[BlockId, BlockId] | None:
+        """Gives a table its own block at `index`, see `BlockPool.make_writable`.
+
+        Raises:
+            NoFreeBlocks: a copy is needed, and no block is free or evictable.
+        """
+        if self.pool.is_shared(table.block_ids[index]) and self.pool.num_free == 0:
+            for block in self.pool.evict(1):
+                del self._by_hash[self._hash_of.pop(block)]
+        return self.pool.make_writable(table.block_ids, index)
+
     def enter(self, table: BlockTable, chain: HashChain, num_valid_tokens: int) -> None:
         """Enters the table's full blocks among its first `num_valid_tokens`, whose KV is there.
 

@@ -1,6 +1,6 @@
 """Settings of a whole cluster that one launcher starts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import FaultConfig, HandoffConfig
@@ -25,6 +25,10 @@ class ClusterConfig:
     redis_url: str | None = None
     """None starts a private redis-server on loopback."""
     served_model_name: str | None = None
+    decode_tensor_parallel: int | None = None
+    """Of decode replicas; None takes the engine's."""
+    decode_pipeline_parallel: int | None = None
+    """Likewise."""
     max_local_prefill_tokens: int | None = None
     local_prefill_tokens: int = 0
     """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
@@ -49,13 +53,28 @@ class ClusterConfig:
     api_keys_file: str | None = None
     """Lines of `TENANT KEY`."""
 
+    @property
+    def decode_engine(self) -> EngineConfig:
+        """The engine of decode replicas."""
+        engine, tensor, stages = (
+            self.engine,
+            self.decode_tensor_parallel,
+            self.decode_pipeline_parallel,
+        )
+        return replace(
+            engine,
+            tensor_parallel=engine.tensor_parallel if tensor is None else tensor,
+            pipeline_parallel=engine.pipeline_parallel if stages is None else stages,
+        )
+
     def __post_init__(self) -> None:
-        """Checks pool sizes.
+        """Checks pool sizes and numbers of ranks.
 
         Raises:
-            ConfigError: a pool size is out of range.
+            ConfigError: one of them is out of range.
         """
         if self.num_prefill < 0:
             raise ConfigError(f"prefill must be at least 0, got {self.num_prefill}")
         if self.num_decode < 1:
             raise ConfigError(f"decode must be at least 1, got {self.num_decode}")
+        _ = self.decode_engine

@@ -33,6 +33,10 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Bytes for KV blocks on one rank; None takes 512 MiB."""
     enable_prefix_caching: bool = True
+    tensor_parallel: int = 1
+    """Ranks that share each layer: a divisor of the KV heads, or a multiple that divides heads."""
+    pipeline_parallel: int = 1
+    """Stages that share the layers."""
     seed: int = 0
     """Seed of dummy weights."""
 
@@ -46,6 +50,8 @@ class EngineConfig:
         if size < 1 or size > 128 or size & (size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128, got {size}")
         for name, value in (
+            ("tensor_parallel_size", self.tensor_parallel),
+            ("pipeline_parallel_size", self.pipeline_parallel),
             ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
             ("max_model_len", self.max_model_len),

@@ -27,6 +27,8 @@ _FLAG_PREFIX = {"engine": "", "handoff": "handoff-", "faults": "fault-"}
 _RENAMED = {
     "redis_url": "redis",
     "kv_cache_memory_bytes": "kv-cache-memory",
+    "tensor_parallel": "tensor-parallel-size",
+    "pipeline_parallel": "pipeline-parallel-size",
     "api_keys": "api-key",
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)

@@ -1,9 +1,20 @@
 """What a model is, read from its own files; and the shape of its KV."""
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pdserve.config.rope import RopeScaling
+from pdserve.config.shape import ITEM_BYTES, KvShape, RankPart, split_model
+
+AGREED_FIELDS = (
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "model_revision",
+    "layout",
+    "wire_version",
+)
+"""Of `KvGeometry`: two workers exchange KV only if these are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +60,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvGeometry:
-    """The shape of KV blocks on one replica; two workers exchange KV only if theirs agree."""
+    """The KV of one replica: what must agree between two that exchange it, and its own shape."""
 
     num_layers: int
     num_kv_heads: int
@@ -62,12 +73,12 @@ class KvGeometry:
     pipeline_parallel: int = 1
     layout: str = "LKBSHD"
     """Order of dimensions: layer, K or V, block, slot, head, dim."""
-    wire_version: int = 1
+    wire_version: int = 2
 
     @property
     def item_bytes(self) -> int:
         """Bytes of one value."""
-        return 2 if self.dtype == "bfloat16" else 4
+        return ITEM_BYTES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
@@ -76,10 +87,55 @@ class KvGeometry:
 
     @property
     def bytes_per_block(self) -> int:
-        """KV bytes of one block over all layers."""
+        """KV bytes of one block over all layers and ranks."""
         return self.bytes_per_token * self.block_size
 
+    @property
+    def num_ranks(self) -> int:
+        """Rank processes of the replica."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def shape(self) -> KvShape:
+        """What may differ between two workers that exchange KV."""
+        return KvShape(
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            block_size=self.block_size,
+            dtype=self.dtype,
+        )
+
+    @property
+    def parts(self) -> tuple[RankPart, ...]:
+        """What each rank holds, ordered by rank.
+
+        Raises:
+            ConfigError: the ranks cannot share this model.
+        """
+        return split_model(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+        )
+
+    def in_shape(self, shape: KvShape) -> "KvGeometry":
+        """Returns the same KV as another worker keeps it."""
+        return replace(
+            self,
+            tensor_parallel=shape.tensor_parallel,
+            pipeline_parallel=shape.pipeline_parallel,
+            block_size=shape.block_size,
+            dtype=shape.dtype,
+        )
+
+    def bytes_per_block_on(self, part: RankPart) -> int:
+        """KV bytes of one block on one rank."""
+        values = 2 * len(part.layers) * len(part.kv_heads) * self.head_dim
+        return values * self.item_bytes * self.block_size
+
     def digest(self) -> bytes:
-        """Returns 32 bytes that differ when any field differs."""
-        text = "\x00".join(f"{name}={value}" for name, value in asdict(self).items())
+        """Returns 32 bytes that differ when a field differs that must agree."""
+        fields = asdict(self)
+        text = "\x00".join(f"{name}={fields[name]}" for name in AGREED_FIELDS)
         return hashlib.sha256(text.encode()).digest()

@@ -1,10 +1,13 @@
 """Settings of one worker: its engine, its hand-off, and where it listens."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pdserve.config.engine import EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
+
+WireDtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,8 @@ class HandoffConfig:
     """Deadline of one frame's transfer; a link that misses it is dead for good."""
     connect_timeout_s: float = 5.0
     has_checksums: bool = True
+    wire_dtype: WireDtype = "auto"
+    """Of the KV on the wire, said by the decode worker; auto: the narrower of both caches'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

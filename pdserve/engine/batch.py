@@ -1,8 +1,8 @@
 """What one engine step computes: plain data between a scheduler and the model runner."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pdserve.request import BlockId, Request, RequestId, SampledToken
+from pdserve.request import BlockId, Request, RequestId, SampledToken, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,11 @@ class SequenceSlice:
     block_ids: tuple[BlockId, ...]
     output_index: int | None
     """Output index of the token to sample after the last one; None for all but the last chunk."""
+    output_ids: tuple[int, ...] = ()
+    """All output tokens so far, over all attempts; only for a request with penalties."""
+    prompt_targets: tuple[int, ...] = ()
+    """The prompt tokens that follow the slice's leading tokens, one each: their log-probabilities
+    are asked for. Empty unless the request wants them."""
 
     @property
     def end(self) -> int:
@@ -43,6 +48,9 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What the runner made of a plan: one token for each slice that samples."""
+    """What the runner made of a plan: a token for each sample of each slice that samples."""
 
     sampled: dict[RequestId, SampledToken]
+    """By the id of the sample's own request, see `Request.sample`."""
+    prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """Of each slice's `prompt_targets`, by the id of the slice's request."""

@@ -28,6 +28,8 @@ def build_batch(plan: StepPlan, block_size: int) -> ForwardBatch:
         for position in range(part.start, part.end):
             block_id = part.block_ids[position // block_size]
             slots.append(block_id * block_size + position % block_size)
+        first_row = len(token_ids) - len(part.token_ids)
+        sample_rows.extend(range(first_row, first_row + len(part.prompt_targets)))
         if part.output_index is not None:
             sample_rows.append(len(token_ids) - 1)
     return ForwardBatch(
@@ -44,6 +46,8 @@ def _check(part: SequenceSlice, block_size: int) -> None:
     request_id = part.request.request_id
     if not part.token_ids:
         raise ValueError(f"request {request_id} has an empty slice")
+    if len(part.prompt_targets) > len(part.token_ids):
+        raise ValueError(f"request {request_id} has more targets than tokens")
     if len(part.block_ids) * block_size < part.end:
         raise ValueError(
             f"request {request_id} needs blocks for {part.end} tokens, "

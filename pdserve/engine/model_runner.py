@@ -1,19 +1,39 @@
 """Computes step plans: from token ids and block tables to sampled tokens."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.forward_batch import build_batch
 from pdserve.models.llama import LlamaModel
-from pdserve.request import BlockId, Request, RequestId, SamplingParams
-from pdserve.sampler import SamplingRow, sample
+from pdserve.request import (
+    BlockId,
+    Request,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+)
+from pdserve.sampler import SamplingRow, sample, score_token
 
 
 class ModelRunner:
     """A model and its KV memory. Used by one thread."""
 
-    def __init__(self, model: LlamaModel, kv: KvTensors) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv: KvTensors,
+        announce: Callable[[StepPlan], None] | None = None,
+    ) -> None:
         """Keeps both; neither is copied.
+
+        Args:
+            model: the whole, or this rank's part.
+            kv: its memory.
+            announce: tells the other ranks of a step that is about to be computed.
 
         Raises:
             ValueError: the KV memory was made for another shape of model.
@@ -27,6 +47,7 @@ class ModelRunner:
             )
         self.model = model
         self.kv = kv
+        self._announce = announce
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copies blocks, computes every slice, writes its KV and samples where asked.
@@ -35,22 +56,30 @@ class ModelRunner:
             ValueError: a slice is empty, names tokens or blocks out of range, or is longer than
                 the model allows.
         """
+        self._check(plan)
+        if self._announce is not None:
+            self._announce(plan)
+        # At most a row per token of the step: its token budget bounds the memory.
+        rows = iter(self.compute(plan))
+        sampled: dict[RequestId, SampledToken] = {}
+        prompt_logprobs = {}
+        for part in plan.slices:
+            if part.prompt_targets:
+                num_top = part.request.sampling.prompt_logprobs or 0
+                scored = [
+                    score_token(next(rows), target, num_top) for target in part.prompt_targets
+                ]
+                prompt_logprobs[part.request.request_id] = tuple(scored)
+            if part.output_index is not None:
+                sampled |= _sample(part, next(rows))
+        return StepResult(sampled=sampled, prompt_logprobs=prompt_logprobs)
+
+    def compute(self, plan: StepPlan) -> Tensor:
+        """Does this rank's part of a step, which all ranks do at once; returns rank 0's logits."""
         for source, target in plan.copies:
             self.kv.copy_block(source, target)
-        self._check(plan)
         batch = build_batch(plan, self.kv.geometry.block_size)
-        logits = self.model.forward(batch, self.kv)
-        rows = [part for part in plan.slices if part.output_index is not None]
-        sampled = {}
-        for index, part in enumerate(rows):
-            assert part.output_index is not None
-            row = SamplingRow(
-                params=part.request.sampling,
-                output_index=part.output_index,
-                stop_ids=part.request.stop_ids,
-            )
-            sampled[part.request.request_id] = sample(logits[index], row)
-        return StepResult(sampled=sampled)
+        return self.model.forward(batch, self.kv)
 
     def warm_up(self) -> None:
         """Computes a prompt tile and a decode step, whose KV nobody will read.
@@ -101,3 +130,24 @@ class ModelRunner:
                         f"request {request_id}: block id must be in [0, {self.kv.num_blocks}), "
                         f"got {block_id}"
                     )
+
+
+def _sample(part: SequenceSlice, logits: Tensor) -> dict[RequestId, SampledToken]:
+    """Draws the next token once for each sample that the slice's request is for."""
+    assert part.output_index is not None
+    request = part.request
+    prompt_ids: tuple[int, ...] = ()
+    if request.sampling.repetition_penalty != 1:
+        prompt_ids = request.token_ids[: request.num_prompt_tokens]
+    sampled = {}
+    for one in request.samples():
+        row = SamplingRow(
+            params=one.sampling,
+            output_index=part.output_index,
+            stop_ids=one.stop_ids,
+            sample_index=one.sample_index,
+            prompt_ids=prompt_ids,
+            output_ids=part.output_ids,
+        )
+        sampled[one.request_id] = sample(logits, row)
+    return sampled

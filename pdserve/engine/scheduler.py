@@ -287,6 +287,17 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def max_hit_blocks(request: Request, chain: HashChain) -> int:
+    """Returns how many cached blocks a request may take instead of computing them.
+
+    The last token is always computed, for its logits; and a prompt whose log-probabilities are
+    wanted is computed as a whole, for all of its logits.
+    """
+    if request.sampling.prompt_logprobs is not None:
+        return 0
+    return (len(chain) - 1) // chain.block_size
+
+
 def num_chunk_tokens(start: int, end: int, budget: int, *, may_split_tile: bool) -> int:
     """Returns how many of the tokens [start, end) to compute in this step.
 
@@ -305,14 +316,23 @@ def make_slice(sequence: SequenceState, num_tokens: int) -> SequenceSlice:
     """Returns the next tokens of a sequence as a slice; it samples if they are the last known."""
     start = sequence.num_computed
     end = start + num_tokens
-    is_last = end == len(sequence.chain)
+    chain, request = sequence.chain, sequence.request
+    is_last = end == len(chain)
     blocks: tuple[BlockId, ...] = tuple(sequence.table.block_ids)
+    output_ids: tuple[int, ...] = ()
+    if is_last and request.sampling.has_penalties:
+        output_ids = chain.tokens(request.num_prompt_tokens, len(chain))
+    targets: tuple[int, ...] = ()
+    if request.sampling.prompt_logprobs is not None:
+        targets = chain.tokens(start + 1, min(end + 1, request.num_prompt_tokens))
     return SequenceSlice(
-        request=sequence.request,
+        request=request,
         start=start,
-        token_ids=sequence.chain.tokens(start, end),
+        token_ids=chain.tokens(start, end),
         block_ids=blocks,
         output_index=sequence.num_output_tokens if is_last else None,
+        output_ids=output_ids,
+        prompt_targets=targets,
     )
 
 

@@ -21,7 +21,8 @@ from pdserve.face.collector import WorkerCollector
 from pdserve.face.membership import Membership
 from pdserve.face.peers import PeerCalls
 from pdserve.face.progress import ProgressMonitor
-from pdserve.face.rank_process import RankHandlers, RankProcess, start_rank
+from pdserve.face.rank_group import RankGroup, start_ranks
+from pdserve.face.rank_process import RankHandlers, RankProcess
 from pdserve.face.service import WorkerService, new_worker_info
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
@@ -59,6 +60,8 @@ class Face:
         self._drained = asyncio.Event()
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._rank: RankProcess | None = None
+        """Rank 0."""
+        self._ranks: RankGroup | None = None
         self._membership: Membership | None = None
         self._started_at_s = time.monotonic()
 
@@ -80,15 +83,16 @@ class Face:
         )
         server = make_server(*service_names)
         port = server.bind(config.host, config.port)
-        rank = self._rank = start_rank(rank_module, config, self._incarnation, handlers)
+        ranks = self._ranks = start_ranks(rank_module, config, self._incarnation, handlers)
+        rank = self._rank = ranks.leader
         metrics_registry = CollectorRegistry()
         metrics_registry.register(self._collector)
         metrics = serve_metrics(metrics_registry, config.host, config.metrics_port)
         try:
-            self._spawn(self._run_rank(rank))
+            self._spawn(self._run_ranks(ranks))
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-            ready = await rank.ready
+            ready = await ranks.wait_ready()
             worker = WorkerService(
                 rank, self._streams, self._log, self._info, config.handoff.call_timeout_s
             )
@@ -98,14 +102,15 @@ class Face:
             await self._open(server, ready, address, metrics.address)
             return await self._exit
         finally:
-            await self._close(server, rank)
+            await self._close(server, ranks)
             metrics.close()
 
     async def _open(
         self, server: RpcServer, ready: rank_pb2.RankReady, address: str, metrics_address: str
     ) -> None:
+        assert self._ranks is not None
         config = self._config
-        self._info.rank_pids.append(ready.pid)
+        self._info.rank_pids.extend(self._ranks.pids)
         self._info.address = address
         self._info.state = "ready"
         self._monitor.observe(1, 0.0)
@@ -126,6 +131,7 @@ class Face:
     def _record(
         self, ready: rank_pb2.RankReady, address: str, metrics_address: str
     ) -> WorkerRecord:
+        assert self._ranks is not None
         geometry = ready.geometry
         shown = " ".join(f"{field.name}={value}" for field, value in geometry.ListFields())
         return WorkerRecord(
@@ -142,16 +148,17 @@ class Face:
             total_blocks=ready.total_blocks,
             block_size=geometry.block_size,
             face_pid=os.getpid(),
-            rank_pids=(ready.pid,),
+            rank_pids=self._ranks.pids,
         )
 
-    async def _run_rank(self, rank: RankProcess) -> None:
-        await rank.run()
+    async def _run_ranks(self, ranks: RankGroup) -> None:
+        await ranks.run()
         self._finish(EXIT_RANK_LOST)
 
     async def _watch(self, server: RpcServer) -> None:
         """Looks at the rank's progress, expires what is old, frees what has no front."""
         assert self._rank is not None
+        assert self._ranks is not None
         while True:
             await asyncio.sleep(self._config.heartbeat_s / 2)
             if self._monitor.is_frozen:
@@ -159,7 +166,7 @@ class Face:
                 logger.error("rank is frozen", extra=fields)
                 self._info.state = "frozen"
                 await server.set_serving(False)
-                self._rank.child.kill()
+                self._ranks.kill()
                 self._finish(EXIT_FROZEN)
                 return
             self._log.expire()
@@ -237,12 +244,12 @@ class Face:
             logger.error("face task failed", exc_info=error)
         self._finish(EXIT_RANK_LOST)
 
-    async def _close(self, server: RpcServer, rank: RankProcess) -> None:
+    async def _close(self, server: RpcServer, ranks: RankGroup) -> None:
         self._info.state = "stopped"
         if self._membership is not None:
             await self._membership.leave()
         await server.stop(0.2)
-        await rank.stop(timeout_s=3.0)
+        await ranks.stop(timeout_s=3.0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pdserve.config.wire import worker_config_to_json
 from pdserve.config.worker import WorkerConfig
@@ -135,18 +136,38 @@ class RankProcess:
         self.channel.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """A rank among those of its replica."""
+
+    rank: int = 0
+    rank_fds: tuple[int, ...] = ()
+    """On rank 0 the channels to all others, on these the one to rank 0."""
+    group_folder: Path = Path()
+
+
 def start_rank(
-    module: str, config: WorkerConfig, incarnation: Incarnation, handlers: RankHandlers
+    module: str,
+    config: WorkerConfig,
+    incarnation: Incarnation,
+    handlers: RankHandlers,
+    place: RankPlace = RankPlace(),
 ) -> RankProcess:
     """Execs `python -m module` with one end of a channel; call from the loop's (main) thread."""
     ours, theirs = make_pair()
     argv = [sys.executable, "-m", module]
     argv += ["--channel-fd", str(theirs.fileno()), "--incarnation", str(incarnation)]
     argv += ["--config", worker_config_to_json(config)]
+    if place.rank_fds:
+        argv += ["--rank", str(place.rank), "--group-folder", str(place.group_folder)]
+        argv += ["--rank-fds", *map(str, place.rank_fds)]
     # One thread a rank: OpenMP barriers between busy processes cost 50x (two cores, torch 2.13).
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     child = spawn(
-        argv, pass_fds=(theirs.fileno(),), env=environment, name=f"{config.worker_id}-rank0"
+        argv,
+        pass_fds=(theirs.fileno(), *place.rank_fds),
+        env=environment,
+        name=f"{config.worker_id}-rank{place.rank}",
     )
     theirs.close()
     ready: asyncio.Future[rank_pb2.RankReady] = asyncio.get_running_loop().create_future()

@@ -9,8 +9,9 @@ from pdserve.face.rank_process import RankProcess
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.request import FrontId, Incarnation, RequestId
+from pdserve.rpc.codec import request_from_wire
 from pdserve.rpc.status import abort_with
-from pdserve.rpc.v1 import inference_pb2, rank_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.rpc.v1 import inference_pb2, rank_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -38,16 +39,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.SubmitResponse:
         """Queues a request on the rank."""
         spec = request.request
-        request_id = RequestId(spec.request_id)
+        sample_ids = _sample_ids(spec)
         try:
             if request.incarnation != self._info.incarnation:
                 raise StaleAttempt(f"this is incarnation {self._info.incarnation:016x}")
             if self._info.state != "ready":
                 raise WorkerLost(f"worker {self._info.worker_id} is {self._info.state}")
-            self._log.open(FrontId(spec.front_id), request_id, spec.attempt)
+            for sample_id in sample_ids:
+                self._log.open(FrontId(spec.front_id), sample_id, spec.attempt)
             reply = await self._rank.call(rank_pb2.ToRank(submit=request), self._call_timeout_s)
         except PdserveError as error:
-            self._log.forget(request_id, spec.attempt)
+            for sample_id in sample_ids:
+                self._log.forget(sample_id, spec.attempt)
             await abort_with(context, error)
         return reply.submit
 
@@ -97,6 +100,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.GetStatusResponse:
         """Returns identity, load, ledger and links as of the last heartbeat."""
         return worker_pb2.GetStatusResponse(worker=self._info)
+
+
+def _sample_ids(spec: types_pb2.RequestSpec) -> tuple[RequestId, ...]:
+    request = request_from_wire(spec)
+    return tuple(sample.request_id for sample in request.samples())
 
 
 def new_worker_info(

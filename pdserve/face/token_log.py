@@ -11,6 +11,9 @@ from pdserve.request import FrontId, RequestId
 from pdserve.rpc.v1 import types_pb2, worker_pb2
 from pdserve.timeline import Clock
 
+PROMPT_PIECE_ENTRIES = 2048
+"""Log-probabilities in one message, about 30 KB."""
+
 Outcome = (
     worker_pb2.Finished
     | worker_pb2.Returned
@@ -31,10 +34,13 @@ class _Entry:
     """Output index of tokens[0]."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    """Of the prompt from position 1 on; complete before the first token."""
     times: worker_pb2.StageTimes = field(default_factory=worker_pb2.StageTimes)
     outcome: worker_pb2.SequenceUpdate | None = None
     """An update that holds nothing but its outcome."""
     num_sent: int = 0
+    num_prompt_sent: int = 0
     is_outcome_sent: bool = False
     ended_at_s: float | None = None
 
@@ -68,6 +74,8 @@ class TokenLog:
             entry = _Entry(front_id, update.attempt, update.decode_attempt, update.first_index)
             self._entries[request_id] = entry
         entry.decode_attempt = update.decode_attempt
+        if update.HasField("prompt_logprobs"):
+            entry.prompt_logprobs.extend(update.prompt_logprobs.logprobs)
         if update.token_ids:
             if not entry.tokens:
                 entry.first_index = update.first_index
@@ -100,15 +108,29 @@ class TokenLog:
             if entry.attempt == resume.attempt:
                 have = max(0, resume.next_index - entry.first_index)
                 entry.num_sent = min(entry.num_sent, have)
+                have_prompt = max(0, resume.next_prompt_position - 1)
+                entry.num_prompt_sent = min(entry.num_prompt_sent, have_prompt)
                 entry.is_outcome_sent = False
                 self._dirty.setdefault(front_id, {})[request_id] = None
 
     def take(self, front_id: FrontId) -> list[worker_pb2.SequenceUpdate]:
-        """Returns one update per request that has news for this front, and counts them as sent."""
+        """Returns one update per request that has news for this front, and counts them as sent.
+
+        Log-probabilities of prompts leave in pieces, one request's piece a call, before any token
+        of their request: so they hold up no other request, and come first in their own.
+        """
         updates = []
+        has_room_for_prompt = True
         for request_id in self._dirty.pop(front_id, {}):
             entry = self._entries.get(request_id)
             if entry is None:
+                continue
+            if entry.num_prompt_sent < len(entry.prompt_logprobs):
+                if has_room_for_prompt:
+                    updates.append(self._take_prompt_piece(request_id, entry))
+                    has_room_for_prompt = False
+                # To the end of the queue: there may be more, and the tokens behind it.
+                self._dirty.setdefault(front_id, {})[request_id] = None
                 continue
             update = worker_pb2.SequenceUpdate(
                 request_id=request_id,
@@ -125,6 +147,24 @@ class TokenLog:
                 entry.is_outcome_sent = True
             updates.append(update)
         return updates
+
+    def _take_prompt_piece(self, request_id: RequestId, entry: _Entry) -> worker_pb2.SequenceUpdate:
+        start = entry.num_prompt_sent
+        end, num_entries = start, 0
+        while end < len(entry.prompt_logprobs) and num_entries < PROMPT_PIECE_ENTRIES:
+            num_entries += 1 + len(entry.prompt_logprobs[end].top)
+            end += 1
+        entry.num_prompt_sent = end
+        piece = worker_pb2.PromptLogprobs(
+            first_position=start + 1, logprobs=entry.prompt_logprobs[start:end]
+        )
+        return worker_pb2.SequenceUpdate(
+            request_id=request_id,
+            attempt=entry.attempt,
+            decode_attempt=entry.decode_attempt,
+            first_index=entry.first_index,
+            prompt_logprobs=piece,
+        )
 
     def has_news(self, front_id: FrontId) -> bool:
         """Says whether `take` would return anything."""

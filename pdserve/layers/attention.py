@@ -80,7 +80,8 @@ class ForwardBatch:
     slots: Tensor
     """int64 [M]; where each token's KV is written."""
     sample_rows: Tensor
-    """int64 [num_sample_rows]; rows that go through the head."""
+    """int64 [num_sample_rows]; rows that go through the head: those that sample, and those of
+    prompt tokens whose successor's log-probability is asked for."""
     sequences: tuple[SequenceRows, ...]
     block_size: int
 

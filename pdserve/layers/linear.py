@@ -153,6 +153,34 @@ def choose_backend(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Lin
     )
 
 
+def check_cuts(
+    dtype: torch.dtype, cuts: Iterable[tuple[int, int, int]], backend: LinearBackend
+) -> None:
+    """Checks that some outputs of a product come out as in the product of all, bit by bit.
+
+    Args:
+        dtype: of weights and activations.
+        cuts: (all outputs, outputs on this rank, inputs) of every product.
+        backend: how they are computed.
+
+    Raises:
+        ConfigError: they do not, so that more ranks would compute other tokens.
+    """
+    generator = torch.Generator().manual_seed(2)
+    for num_whole, num_cut, num_inputs in sorted(set(cuts)):
+        num_whole = min(num_whole, max(LARGE_WEIGHT_VALUES // num_inputs, num_cut))
+        weight_NK = torch.randn(num_whole, num_inputs, generator=generator).to(dtype)
+        x_MK = torch.randn(HEAD_PROBE_ROWS, num_inputs, generator=generator).to(dtype)
+        whole, cut = (Linear(weight_NK[:n], None, backend) for n in (num_whole, num_cut))
+        for num_rows in (1, 2, 17, HEAD_PROBE_ROWS):
+            if not torch.equal(cut(x_MK[:num_rows]), whole(x_MK[:num_rows])[:, :num_cut]):
+                raise ConfigError(
+                    f"tensor_parallel: float32 products on this CPU depend on how many outputs "
+                    f"they have ({num_cut} of {num_whole}), so equal output cannot be promised; "
+                    "use tensor_parallel 1 or dtype bfloat16"
+                )
+
+
 def _can_pack(dtype: torch.dtype) -> bool:
     weight_NK = torch.ones(16, 16, dtype=dtype)
     try:

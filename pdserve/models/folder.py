@@ -9,6 +9,7 @@ from pathlib import Path
 from pdserve.config.engine import EngineConfig
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.rope import DynamicScaling
+from pdserve.config.shape import check_parallel
 from pdserve.errors import ConfigError
 from pdserve.models.config_json import Json, read_json, read_optional_id
 from pdserve.models.families import read_shape
@@ -50,7 +51,18 @@ def require_tokenizer(folder: Path) -> Path:
 
 
 def geometry_of(config: ModelConfig, engine: EngineConfig) -> KvGeometry:
-    """Returns the shape of KV blocks that an engine with these settings keeps."""
+    """Returns the shape of KV blocks that an engine with these settings keeps.
+
+    Raises:
+        ConfigError: so many ranks cannot share this model; the text names the field.
+    """
+    check_parallel(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        num_heads=config.num_heads,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+    )
     revision = config.revision
     if engine.load_format == "dummy":
         revision = f"{revision}-dummy-{engine.seed}"
@@ -61,6 +73,8 @@ def geometry_of(config: ModelConfig, engine: EngineConfig) -> KvGeometry:
         block_size=engine.block_size,
         dtype=engine.dtype,
         model_revision=revision,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
     )
 
 

@@ -8,6 +8,8 @@ vocabulary.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,46 +19,71 @@ from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS, Dtype
 from pdserve.config.model import ModelConfig
 from pdserve.layers.attention import ForwardBatch, attend, make_reach
-from pdserve.layers.linear import Linear, LinearBackend, choose_backend
+from pdserve.layers.linear import Linear, LinearBackend, check_cuts, choose_backend
 from pdserve.layers.norm import RmsNorm
+from pdserve.layers.parallel import Shard, make_whole_shard
 from pdserve.layers.rotary import RotaryEmbedding, Turns, rotate
 from pdserve.models.weights import WeightSource
+from pdserve.models.weights_sharded import ShardedWeights
 
 
 class LlamaModel:
     """A decoder-only transformer with packed weights. Used by one thread."""
 
     def __init__(
-        self, config: ModelConfig, dtype: Dtype, max_model_len: int, source: WeightSource
+        self,
+        config: ModelConfig,
+        dtype: Dtype,
+        max_model_len: int,
+        source: WeightSource,
+        shard: Shard | None = None,
     ) -> None:
         """Takes weights one layer at a time and keeps only what was packed.
+
+        Args:
+            config: of the whole model.
+            dtype: of weights and activations.
+            max_model_len: longest sequence.
+            source: of the whole model's weights.
+            shard: this rank's part; None is everything.
 
         Raises:
             ConfigError: a weight is missing or has another shape.
         """
         self.config = config
+        shard = self._shard = shard or make_whole_shard(config)
+        if shard.group is not None:
+            source = ShardedWeights(source, shard)
+            config = narrow_config(shard)
         self.max_model_len = max_model_len
         self._dtype = TORCH_DTYPES[dtype]
-        backend = choose_backend(self._dtype, _product_shapes(config))
+        backend = choose_backend(self._dtype, _product_shapes(config, shard))
+        if shard.group is not None and shard.is_exact:
+            check_cuts(self._dtype, _cuts(config, shard), backend)
         vocab_shape = (config.vocab_size, config.hidden_size)
-        # A clone: a view would keep the whole file mapped.
-        embedding = source.take("model.embed_tokens.weight", vocab_shape).to(self._dtype)
-        self._embedding_VE = embedding.clone()
+        if shard.group is not None:
+            vocab_shape = (len(shard.share_of(config.vocab_size)), config.hidden_size)
+        is_tied = config.has_tied_embeddings
+        self._embedding_VE = torch.empty(0)
+        if shard.is_first_stage or (is_tied and shard.is_last_stage):
+            # A clone: a view would keep the whole file mapped.
+            embedding = source.take("model.embed_tokens.weight", vocab_shape).to(self._dtype)
+            self._embedding_VE = embedding.clone()
         self._layers = tuple(
-            _Layer(config, index, self._dtype, source, backend)
-            for index in range(config.num_layers)
+            _Layer(config, index, self._dtype, source, backend, shard)
+            for index in shard.part.layers
         )
         self._norm = _norm("model.norm", config, self._dtype, source)
         head = self._embedding_VE
-        if not config.has_tied_embeddings:
+        if not is_tied and shard.is_last_stage:
             head = source.take("lm_head.weight", vocab_shape).to(self._dtype)
-        self._head = Linear(head, None, backend)
+        self._head = Linear(head, None, backend) if shard.is_last_stage else None
         num_tiles = -(-max_model_len // ATTENTION_TILE_TOKENS)
         max_tile_kv = num_tiles * ATTENTION_TILE_TOKENS
         self._rotary = RotaryEmbedding(
             config.head_dim, config.rope_theta, max_tile_kv, self._dtype, config.rope_scaling
         )
-        windows = [config.window_of(index) for index in range(config.num_layers)]
+        windows = [config.window_of(index) for index in shard.part.layers]
         reaches = {window: make_reach(window, max_tile_kv, self._dtype) for window in set(windows)}
         self._reach_of_layer = tuple(reaches[window] for window in windows)
 
@@ -65,25 +92,66 @@ class LlamaModel:
         """Computes every row, writes its KV, and returns logits of the rows that sample.
 
         Returns:
-            float32 [num_sample_rows, V].
+            float32 [num_sample_rows, V] on rank 0; on other ranks it means nothing.
         """
-        x_ME = self._embedding_VE.index_select(0, batch.token_ids)
+        shard = self._shard
+        x_ME = self._enter(batch)
         turns = self._rotary.of_batch(batch)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             keys, values = kv.layer(index)
             q_MHD = layer.project(x_ME, turns, batch.slots, keys, values)
-            is_last = index == last
+            is_last = index == last and shard.is_last_stage
             if is_last and not batch.sample_rows.numel():
                 break
-            heads_ME = attend(q_MHD, keys, values, batch, self._reach_of_layer[index]).flatten(1)
+            attend_here = partial(
+                attend,
+                keys_SJD=keys,
+                values_SJD=values,
+                batch=batch,
+                reach=self._reach_of_layer[index],
+            )
+            heads_ME = shard.attend(q_MHD, attend_here).flatten(1)
             if is_last:  # past its KV, the last layer matters only to rows that sample
                 x_ME = x_ME.index_select(0, batch.sample_rows)
                 heads_ME = heads_ME.index_select(0, batch.sample_rows)
             x_ME = layer.finish(x_ME, heads_ME)
         else:
-            return self._head(self._norm(x_ME)).float()
+            return self._leave(x_ME, batch)
         return torch.empty(0, self.config.vocab_size)
+
+    def _enter(self, batch: ForwardBatch) -> Tensor:
+        """Embeds token ids, or takes what the stage before made of them."""
+        shard = self._shard
+        if not shard.is_first_stage:
+            assert shard.stages is not None
+            return shard.stages.receive(batch.token_ids.shape[0], self.config.hidden_size)
+        if shard.group is None:
+            return self._embedding_VE.index_select(0, batch.token_ids)
+        rows = shard.share_of(self.config.vocab_size)
+        local = batch.token_ids - rows.start
+        is_mine = (local >= 0) & (local < len(rows))
+        x_ME = self._embedding_VE.index_select(0, torch.where(is_mine, local, 0))
+        # Exact: all ranks but one add zero.
+        return shard.group.sum(torch.where(is_mine.unsqueeze(1), x_ME, 0.0))
+
+    def _leave(self, x_ME: Tensor, batch: ForwardBatch) -> Tensor:
+        """Computes logits, or hands activations on and takes the logits that come of them."""
+        shard = self._shard
+        num_rows, vocab_size = batch.sample_rows.numel(), self.config.vocab_size
+        if not shard.is_last_stage:
+            assert shard.stages is not None
+            shard.stages.send(x_ME)
+            if shard.part.rank > 0 or not num_rows:
+                return torch.empty(0, vocab_size)
+            return shard.stages.receive_logits(num_rows, vocab_size)
+        assert self._head is not None
+        logits = self._head(self._norm(x_ME)).float()
+        if shard.group is not None:
+            logits = shard.group.gather(logits, shard.widths_of(vocab_size))
+        if shard.stages is not None and shard.part.tensor_rank == 0:
+            shard.stages.send_logits(logits)
+        return logits
 
 
 class _Layer:
@@ -96,7 +164,12 @@ class _Layer:
         dtype: torch.dtype,
         source: WeightSource,
         backend: LinearBackend,
+        shard: Shard,
     ) -> None:
+        self._join = shard.make_join()
+        self._head_widths = shard.widths_of(shard.whole.num_heads * shard.whole.head_dim)
+        self._inner_widths = tuple(len(share) for share in shard.inner_shares)
+        self._hidden_widths = shard.widths_of(config.hidden_size)
         name = f"model.layers.{index}"
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
@@ -146,10 +219,24 @@ class _Layer:
 
     def finish(self, x_ME: Tensor, heads_ME: Tensor) -> Tensor:
         """Adds attention and feed-forward to the residual stream."""
+        join = self._join
+        heads_ME = join.enter(heads_ME, self._head_widths)
         # In place, here and below: at 256 rows a fresh tensor costs more than what is put in it.
-        x_ME = self._out(heads_ME).add_(x_ME)
+        x_ME = join.leave(self._out(heads_ME), self._hidden_widths).add_(x_ME)
         gate, up = self._gate_up(self._mlp_norm(x_ME)).chunk(2, dim=-1)
-        return self._down(functional.silu(gate).mul_(up)).add_(x_ME)
+        inner = join.enter(functional.silu(gate).mul_(up), self._inner_widths)
+        return join.leave(self._down(inner), self._hidden_widths).add_(x_ME)
+
+
+def narrow_config(shard: Shard) -> ModelConfig:
+    """Returns the configuration of a model as large as a rank's part of one."""
+    whole = shard.whole
+    return replace(
+        whole,
+        num_heads=shard.num_heads,
+        num_kv_heads=len(shard.part.kv_heads),
+        intermediate_size=len(shard.inner_share),
+    )
 
 
 def _norm(name: str, config: ModelConfig, dtype: torch.dtype, source: WeightSource) -> RmsNorm:
@@ -204,14 +291,29 @@ class _ProductReader:
         return Linear(torch.cat(weights).to(self._dtype), bias, self._backend)
 
 
-def _product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """Returns (outputs, inputs) of every product of the model."""
+def _product_shapes(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """Returns (outputs, inputs) of every product that this rank computes."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads_width = config.num_heads * config.head_dim
+    whole = shard.whole
+    joined_outputs = len(shard.share_of(hidden))
+    joined = [
+        (joined_outputs, whole.num_heads * whole.head_dim),
+        (joined_outputs, whole.intermediate_size),
+    ]
+    if not shard.is_exact:
+        joined = [(hidden, heads_width), (hidden, inner)]
     return [
         (heads_width + 2 * config.num_kv_heads * config.head_dim, hidden),
-        (hidden, heads_width),
         (2 * inner, hidden),
-        (hidden, inner),
-        (config.vocab_size, hidden),
+        (len(shard.share_of(config.vocab_size)), hidden),
+        *joined,
     ]
+
+
+def _cuts(config: ModelConfig, shard: Shard) -> list[tuple[int, int, int]]:
+    """Returns (outputs of the whole model, outputs on this rank, inputs) of every product."""
+    whole = make_whole_shard(shard.whole)
+    here, everywhere = _product_shapes(config, shard), _product_shapes(shard.whole, whole)
+    pairs = zip(everywhere, here, strict=True)
+    return [(num_whole, num_here, inputs) for (num_whole, inputs), (num_here, _) in pairs]

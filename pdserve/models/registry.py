@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pdserve.config.engine import EngineConfig
+from pdserve.layers.parallel import Shard
 from pdserve.models.folder import effective_max_model_len, read_model_config
 from pdserve.models.llama import LlamaModel
 from pdserve.models.weights import WeightSource
@@ -15,7 +16,7 @@ from pdserve.models.weights_safetensors import SafetensorsWeights
 logger = logging.getLogger(__name__)
 
 
-def load_model(folder: Path, engine: EngineConfig) -> LlamaModel:
+def load_model(folder: Path, engine: EngineConfig, shard: Shard | None = None) -> LlamaModel:
     """Loads a model in the engine's dtype and packs its weights.
 
     Sets torch to one thread for the whole process: between busy processes, OpenMP barriers cost
@@ -32,7 +33,7 @@ def load_model(folder: Path, engine: EngineConfig) -> LlamaModel:
         source = DummyWeights(engine.seed)
     else:
         source = SafetensorsWeights(folder)
-    model = LlamaModel(config, engine.dtype, max_model_len, source)
+    model = LlamaModel(config, engine.dtype, max_model_len, source, shard)
     extra = {"folder": str(folder), "dtype": engine.dtype, "revision": config.revision}
     logger.info("model loaded", extra=extra)
     return model

@@ -1,4 +1,4 @@
-"""Starts a rank: channel, model, KV memory; then runs the pool's engine until the face stops it."""
+"""The main of a rank process: loads, then runs the pool's engine until the face stops it."""
 
 import argparse
 import logging
@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,24 +18,18 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
-from pdserve.models.folder import (
-    effective_engine,
-    effective_max_model_len,
-    geometry_of,
-    read_model_config,
-)
-from pdserve.models.registry import load_model
+from pdserve.rank.follow import BuildFollower, follow
+from pdserve.rank.followers import Followers
 from pdserve.rank.inbox import Inbox, read_channel
+from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.step_loop import Engine, StepLoop
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
-from pdserve.rpc.v1 import rank_pb2
+from pdserve.rpc.v1 import handoff_pb2, rank_pb2
 from pdserve.timeline import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_KV_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,34 +46,27 @@ class RankContext:
     kv: KvTensors
     runner: ModelRunner
     max_model_len: int
+    followers: Followers | None = None
+    """The other ranks; None where there are none."""
+    follower_links: tuple[handoff_pb2.LinkEndpoint, ...] = ()
+    """Where they listen for links, on decode."""
 
 
-def run_rank(build: Callable[[RankContext], Engine]) -> int:
-    """The main of a rank process; returns its exit status."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--channel-fd", type=int, required=True)
-    parser.add_argument("--incarnation", type=int, required=True)
-    parser.add_argument("--config", required=True)
-    arguments = parser.parse_args()
-    config = worker_config_from_json(arguments.config)
-    configure_logging(fields={"worker_id": config.worker_id, "process": "rank"})
+def run_rank(build: Callable[[RankContext], Engine], build_follower: BuildFollower) -> int:
+    """Runs this process; returns its exit status."""
+    config, channel, arguments = _parse_arguments()
     torch.set_num_threads(1)
-    sock = socket.socket(fileno=arguments.channel_fd)
-    sock.set_inheritable(False)
-    channel = BlockingChannel(sock)
     inbox, outbox = Inbox(), Outbox(channel)
     try:
-        context = _load(config, Incarnation(arguments.incarnation), inbox, outbox)
-        engine = build(context)
-        read_channel(channel, inbox)
-        _announce(context)
-        with closing(engine):
-            StepLoop(engine, inbox, outbox, context.clock, config.heartbeat_s / 2).run()
+        if arguments.rank > 0:
+            follow(config, arguments, inbox, outbox, build_follower)
+        else:
+            _lead(config, arguments, inbox, outbox, channel, build)
     except ConfigError as error:
         outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=True)))
         return 2
     except ChannelClosed:
-        logger.info("face is gone", extra={"worker_id": config.worker_id})
+        logger.info("face or rank is gone", extra={"worker_id": config.worker_id})
     except Exception as error:
         logger.exception("rank failed", extra={"worker_id": config.worker_id})
         outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=False)))
@@ -87,59 +74,90 @@ def run_rank(build: Callable[[RankContext], Engine]) -> int:
     return 0
 
 
+def _parse_arguments() -> tuple[WorkerConfig, BlockingChannel, RankArguments]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rank-fds", type=int, nargs="*", default=[])
+    parser.add_argument("--group-folder", type=Path, default=Path())
+    parsed = parser.parse_args()
+    config = worker_config_from_json(parsed.config)
+    process = f"rank{parsed.rank}" if parsed.rank_fds else "rank"
+    configure_logging(fields={"worker_id": config.worker_id, "process": process})
+    arguments = RankArguments(
+        incarnation=Incarnation(parsed.incarnation),
+        rank=parsed.rank,
+        group_folder=parsed.group_folder,
+        rank_channels=tuple(_channel_of(fd) for fd in parsed.rank_fds),
+    )
+    return config, _channel_of(parsed.channel_fd), arguments
+
+
+def _channel_of(fd: int) -> BlockingChannel:
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    return BlockingChannel(sock)
+
+
+def _lead(
+    config: WorkerConfig,
+    arguments: RankArguments,
+    inbox: Inbox,
+    outbox: Outbox,
+    channel: BlockingChannel,
+    build: Callable[[RankContext], Engine],
+) -> None:
+    """Lives as rank 0."""
+    context = _load(config, arguments, inbox, outbox)
+    engine = build(context)
+    read_channel(channel, inbox)
+    if context.followers is not None:
+        context.followers.read_into(inbox)
+    _announce(context)
+    with closing(engine):
+        StepLoop(engine, inbox, outbox, context.clock, config.heartbeat_s / 2).run()
+
+
 def _failure(error: Exception, *, is_user_error: bool) -> rank_pb2.RankFailed:
     return rank_pb2.RankFailed(message=str(error), is_user_error=is_user_error)
 
 
 def _load(
-    config: WorkerConfig, incarnation: Incarnation, inbox: Inbox, outbox: Outbox
+    config: WorkerConfig, arguments: RankArguments, inbox: Inbox, outbox: Outbox
 ) -> RankContext:
     clock = MonotonicClock()
+
+    def report(name: str, seconds: float, detail: str) -> None:
+        phase = rank_pb2.RankPhase(name=name, seconds=seconds, detail=detail)
+        outbox.send(rank_pb2.FromRank(phase=phase))
+
+    loaded = load_rank(config, arguments, clock, report)
+    followers: Followers | None = None
+    follower_links: tuple[handoff_pb2.LinkEndpoint, ...] = ()
+    if loaded.geometry.num_ranks > 1:
+        followers = Followers(arguments.rank_channels)
+        follower_links = followers.wait_ready()
     started_s = clock.now()
-    folder = Path(config.engine.model)
-    model_config = read_model_config(folder)
-    config = replace(config, engine=effective_engine(model_config, config.engine))
-    max_model_len = effective_max_model_len(model_config, config.engine.max_model_len)
-    geometry = geometry_of(model_config, config.engine)
-    model = load_model(folder, config.engine)
-    _report(outbox, "load weights", clock.now() - started_s, config.engine.dtype)
-    started_s = clock.now()
-    num_blocks = _num_blocks(config, geometry)
-    kv = KvTensors(geometry, num_blocks)
-    room = num_blocks * geometry.block_size
-    _report(outbox, "allocate KV", clock.now() - started_s, f"{room} tokens in {num_blocks} blocks")
-    started_s = clock.now()
-    runner = ModelRunner(model, kv)
+    announce = None if followers is None else followers.announce
+    runner = ModelRunner(loaded.model, loaded.kv, announce)
     runner.warm_up()
-    _report(outbox, "warm up", clock.now() - started_s, "")
+    report("warm up", clock.now() - started_s, "")
     return RankContext(
-        config=config,
-        incarnation=incarnation,
+        config=loaded.worker,
+        incarnation=arguments.incarnation,
         clock=clock,
         inbox=inbox,
         outbox=outbox,
-        model=model_config,
-        geometry=geometry,
-        kv=kv,
+        model=loaded.config,
+        geometry=loaded.geometry,
+        kv=loaded.kv,
         runner=runner,
-        max_model_len=min(max_model_len, room),
+        max_model_len=loaded.max_model_len,
+        followers=followers,
+        follower_links=follower_links,
     )
-
-
-def _num_blocks(config: WorkerConfig, geometry: KvGeometry) -> int:
-    kv_bytes = config.engine.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    num_blocks = kv_bytes // geometry.bytes_per_block
-    if num_blocks < 2:
-        least = 2 * geometry.bytes_per_block
-        raise ConfigError(
-            f"kv_cache_memory must be at least {least} bytes (two KV blocks), got {kv_bytes}"
-        )
-    return num_blocks
-
-
-def _report(outbox: Outbox, name: str, seconds: float, detail: str) -> None:
-    phase = rank_pb2.RankPhase(name=name, seconds=seconds, detail=detail)
-    outbox.send(rank_pb2.FromRank(phase=phase))
 
 
 def _announce(context: RankContext) -> None:

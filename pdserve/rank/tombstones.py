@@ -1,5 +1,7 @@
 """Remembers cancelled requests, so that a Submit that arrives after its Cancel is refused."""
 
+from collections.abc import Iterable
+
 from pdserve.errors import StaleAttempt
 from pdserve.request import Request, RequestId
 from pdserve.timeline import Clock
@@ -25,9 +27,17 @@ class Tombstones:
         Raises:
             StaleAttempt: this attempt was cancelled before it came.
         """
-        attempt, _ = self._cancelled.get(request.request_id, (0, 0.0))
-        if request.attempt <= attempt:
+        if self.covers(request):
             raise StaleAttempt(f"attempt {request.attempt} of {request.request_id} was cancelled")
+
+    def covers(self, request: Request) -> bool:
+        """Says whether this attempt is fenced."""
+        attempt, _ = self._cancelled.get(request.request_id, (0, 0.0))
+        return request.attempt <= attempt
+
+    def covers_all(self, requests: Iterable[Request]) -> bool:
+        """Says whether all of these are fenced: of a group, nobody is left who wants it."""
+        return all(self.covers(request) for request in requests)
 
     def expire(self) -> None:
         """Forgets what is over a minute old; entries are in the order of their time."""

@@ -54,6 +54,7 @@ class Answer:
             for position, wire in enumerate(call.wires):
                 suffix = f"-{position}" if len(call.wires) > 1 else ""
                 wire.request_id = self.answer_id + suffix
+                _refuse_prompt_report(wire.sampling)
                 active = await intake.start(wire, tenant, options=call.options)
                 self.actives.append(active)
         except InvalidField as error:
@@ -84,6 +85,15 @@ class Answer:
     def num_prompt_tokens(self) -> int:
         """Over all prompts."""
         return sum(active.state.request.num_prompt_tokens for active in self.actives)
+
+
+def _refuse_prompt_report(sampling: types_pb2.SamplingParams) -> None:
+    """Choices have no place yet for what is told of a prompt."""
+    if sampling.echo:
+        raise InvalidField("sampling.echo", True, "False over HTTP in this release")
+    if sampling.HasField("prompt_logprobs"):
+        value = sampling.prompt_logprobs
+        raise InvalidField("sampling.prompt_logprobs", value, "absent over HTTP in this release")
 
 
 class UsageSum:
@@ -134,6 +144,7 @@ async def answer_whole(answer: Answer, receive: Receive) -> Response:
                 if isinstance(event, inference_pb2.TokenChunk):
                     _append(outputs[first + event.index], event)
                     continue
+                assert isinstance(event, inference_pb2.Completion)
                 ends.update((first + end.index, end) for end in event.samples)
                 usage.add(event.usage)
     finally:
@@ -188,6 +199,7 @@ class StreamedAnswer:
                 if isinstance(event, inference_pb2.TokenChunk):
                     await stream.write(self._output(first + event.index, event))
                 else:
+                    assert isinstance(event, inference_pb2.Completion)
                     self._usage.add(event.usage)
                     await stream.write(b"".join(self._end(first, end) for end in event.samples))
         last = b""

@@ -94,12 +94,10 @@ def test_TOK_a_cached_prefix_changes_no_token_and_ships_less(
     ]
     outputs = pair.run(again)
     assert {name.removesuffix("-again"): ids for name, ids in outputs.items()} == reference
-    # Only last, partly filled blocks travel: all full ones are cached on decode.
-    partial = sum(1 for length in LENGTHS if length % 16)
-    block_bytes = pair.decode.describe().load.total_blocks and cold_bytes // sum(
-        -(-length // 16) for length in LENGTHS
-    )
-    assert pair.links.bytes_sent - cold_bytes == partial * block_bytes
+    # Only tokens of last, partly filled blocks travel: all full ones are cached on decode.
+    token_bytes = cold_bytes // sum(LENGTHS)
+    partial = sum(length % 16 for length in LENGTHS)
+    assert pair.links.bytes_sent - cold_bytes == partial * token_bytes
 
 
 def test_NO_RECOMPUTE_decode_computes_no_prompt_token_of_a_handed_off_request(

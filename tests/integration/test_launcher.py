@@ -17,6 +17,7 @@ from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import FaultConfig
 from pdserve.errors import ConfigError, InternalError
+from pdserve.request import Role
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,6 +130,21 @@ def test_C18_killed_redis_returns_and_no_replica_is_restarted(cluster: LocalClus
 def test_killing_an_unknown_replica_is_an_error(cluster: LocalCluster) -> None:
     with pytest.raises(KeyError):
         cluster.kill("decode-9")
+
+
+def test_pool_grows_and_a_drained_replica_leaves_for_good(
+    cluster: LocalCluster, lines: list[str]
+) -> None:
+    cluster.scale(Role.DECODE, 3)
+    wait_until(
+        lambda: len(cluster.members()) == 4 and cluster.member("decode-2").record is not None
+    )
+    pids = cluster.pids()
+    cluster.drain("decode-0")
+    wait_until(lambda: len(cluster.members()) == 3)
+    assert [m.worker_id for m in cluster.members()] == ["prefill-0", "decode-1", "decode-2"]
+    assert sum(is_gone(pid) for pid in pids) == 2
+    assert "decode-0 drains for good" in lines
 
 
 def start_with_fault(config: ClusterConfig, number: int) -> None:

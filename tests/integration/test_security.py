@@ -131,6 +131,8 @@ async def test_E2_only_declared_addresses_listen_and_all_on_loopback(
     found = open_ports(cluster)
     assert [port for port in found if not port.is_loopback] == []
     declared = {cluster.cluster.address, cluster.cluster.metrics_address}
+    assert cluster.cluster.http_address is not None
+    declared.add(cluster.cluster.http_address)
     declared.add(cluster.cluster.redis_url.removeprefix("redis://").partition("/")[0])
     ranks: dict[int, str] = {}
     for member in cluster.cluster.members():

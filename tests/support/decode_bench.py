@@ -2,7 +2,8 @@
 
 from decode_worker.admission import Grant, Refusal
 from decode_worker.occupancy import LetGo
-from decode_worker.scheduler import DecodeProgress, DecodeScheduler
+from decode_worker.progress import DecodeProgress
+from decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.batch import SequenceSlice, StepPlan
 from pdserve.request import BlockId, Request, RequestId
 from pdserve.timeline import ManualClock
@@ -70,7 +71,7 @@ class DecodeBench:
             elsewhere, blocks, grant.block_ids, range(grant.num_cached_tokens, length)
         )
         self.outputs.setdefault(request.request_id, {})[request.num_emitted] = first
-        self.scheduler.start(request.request_id, request.attempt, first)
+        self.scheduler.start(request.request_id, request.attempt, {0: first})
 
     def run_landed(self, request: Request) -> Grant:
         grant = self.reserve(request)

@@ -35,6 +35,7 @@ from pdserve.request import (
 )
 from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.v1 import rank_pb2, worker_pb2
+from pdserve.rpc.v1.types_pb2 import TokenLogprob
 from pdserve.timeline import ManualClock
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.rank import build_engine as build_prefill
@@ -84,7 +85,7 @@ class MemoryLinks:
     bytes_sent: int = 0
     _next_slot: int = 0
 
-    def has_room(self, peer: Incarnation) -> bool:
+    def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
         return len(self.in_flight) < 4
 
     def open(self, peer: LinkPeer) -> None:
@@ -322,17 +323,26 @@ class PairRouter:
         self._original: dict[str, Request] = {}
         self._pending: dict[str, dict[int, int]] = {}
         self._ended: dict[str, int] = {}
+        self._groups: dict[str, Request] = {}
+        self._placed: set[tuple[str, int]] = set()
+        self.prompt_logprobs: dict[str, dict[int, TokenLogprob]] = {}
+        self.logprobs: dict[str, dict[int, TokenLogprob]] = {}
 
     def start(self, request: Request) -> None:
         self.adopt(request)
         self._pair.submit(request)
 
     def adopt(self, request: Request) -> None:
-        """Follows a request that the test submits itself."""
-        self._original[request.request_id] = request
-        self.open[request.request_id] = request
-        self.outputs[request.request_id] = []
-        self._pending[request.request_id] = {}
+        """Follows a request, in all its samples, that the test submits itself."""
+        for one in request.samples():
+            if request.sampling.n > 1:
+                self._groups[one.request_id] = request
+            self._original[one.request_id] = one
+            self.open[one.request_id] = one
+            self.outputs[one.request_id] = []
+            self._pending[one.request_id] = {}
+            self.prompt_logprobs[one.request_id] = {}
+            self.logprobs[one.request_id] = {}
 
     def read(self) -> None:
         for outbox in (self._pair.prefill_outbox, self._pair.decode_outbox):
@@ -345,8 +355,13 @@ class PairRouter:
     def _take(self, request: Request, update: worker_pb2.SequenceUpdate) -> None:
         output = self.outputs[request.request_id]
         pending = self._pending[request.request_id]
+        for offset, logprob in enumerate(update.prompt_logprobs.logprobs):
+            known = self.prompt_logprobs[request.request_id]
+            known[update.prompt_logprobs.first_position + offset] = logprob
         for offset, token in enumerate(update.token_ids):
             pending[update.first_index + offset] = token
+        for offset, logprob in enumerate(update.logprobs):
+            self.logprobs[request.request_id][update.first_index + offset] = logprob
         while len(output) in pending:
             output.append(pending.pop(len(output)))
         match update.WhichOneof("outcome"):
@@ -355,11 +370,20 @@ class PairRouter:
             case "returned":
                 self._again(request)
             case "needs_placement":
-                self._pair.place(request)
+                self._place(request, update.needs_placement.decode_attempt)
             case "failed":
                 raise AssertionError(update.failed.message)
         if self._ended.get(request.request_id) == len(output):
             del self.open[request.request_id]
+
+    def _place(self, request: Request, decode_attempt: int) -> None:
+        """Samples that are still together are placed together, once."""
+        group = self._groups.get(request.request_id)
+        if group is None or group.attempt != request.attempt:
+            self._pair.place(request)
+        elif (group.request_id, decode_attempt) not in self._placed:
+            self._placed.add((group.request_id, decode_attempt))
+            self._pair.place(group)
 
     def _again(self, request: Request) -> None:
         self.num_returned += 1
@@ -374,6 +398,7 @@ class PairRouter:
             attempt=request.attempt + 1,
             eos_token_ids=original.eos_token_ids,
             is_priority=True,
+            sample_index=original.sample_index,
         )
         self.open[request.request_id] = again
         self._pair.submit(again)
@@ -388,6 +413,7 @@ def make_request(
     attempt: int = 1,
     eos_token_ids: tuple[int, ...] = (),
     is_priority: bool = False,
+    sample_index: int = 0,
 ) -> Request:
     """Makes a request with a hand-off id of its own."""
     return Request(
@@ -400,4 +426,5 @@ def make_request(
         attempt=attempt,
         eos_token_ids=eos_token_ids,
         is_priority=is_priority,
+        sample_index=sample_index,
     )

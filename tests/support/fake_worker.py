@@ -29,17 +29,17 @@ VOCAB_SIZE = 384
 Returned = worker_pb2.Returned
 
 
-def next_token(history: Sequence[int]) -> int:
+def next_token(history: Sequence[int], sample_index: int = 0) -> int:
     """Returns the token after a history; never a special one."""
-    digest = zlib.crc32(array("I", history).tobytes())
+    digest = zlib.crc32(array("I", history).tobytes(), sample_index)
     return FIRST_PLAIN_ID + digest % (VOCAB_SIZE - FIRST_PLAIN_ID)
 
 
-def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, sample_index: int = 0) -> list[int]:
     """Returns what an undisturbed run makes."""
     history = list(prompt)
     for _ in range(count):
-        history.append(next_token(history))
+        history.append(next_token(history, sample_index))
     return history[len(prompt) :]
 
 
@@ -79,6 +79,20 @@ class _Held:
     spec: types_pb2.RequestSpec
     decode_attempt: int
     task: asyncio.Task[None] | None = None
+
+
+def samples_of(spec: types_pb2.RequestSpec) -> list[types_pb2.RequestSpec]:
+    """Returns a copy for each sample, as a request of its own."""
+    samples = []
+    for index in range(spec.sample_index, spec.sample_index + spec.sampling.n):
+        one = types_pb2.RequestSpec()
+        one.CopyFrom(spec)
+        if spec.sampling.n > 1:
+            one.request_id = f"{spec.request_id}#{index}"
+            one.sampling.n = 1
+            one.sample_index = index
+        samples.append(one)
+    return samples
 
 
 class FakeNetwork:
@@ -152,6 +166,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.num_streams = 0
         self.num_status_calls = 0
         self.specs: list[types_pb2.RequestSpec] = []
+        self.placements: list[tuple[str, int]] = []
         self._port = port
         self._clock = MonotonicClock()
         self._log = TokenLog(self._clock)
@@ -248,7 +263,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         held = _Held(spec, 0)
         self._drop(spec.request_id)
         self.held[spec.request_id] = held
-        held.task = self._spawn(self._prefill(held, target) if target else self._decode(held))
+        if target is None:
+            self._start_samples(self.held.pop(spec.request_id))
+        else:
+            held.task = self._spawn(self._prefill(held, target))
         if self.script.hang_in_submit:
             self.script.hang_in_submit = False
             await asyncio.Event().wait()
@@ -261,6 +279,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if held is None or held.spec.attempt != request.attempt:
             await abort_with(context, StaleAttempt("not held"))
         assert held is not None
+        self.placements.append((request.request_id, request.decode.decode_attempt))
         held.task = self._spawn(self._hand_off(held, request.decode))
         return worker_pb2.PlaceDecodeResponse()
 
@@ -275,6 +294,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         was_known = held is not None and held.spec.attempt <= request.attempt
         if was_known:
             self._drop(request.request_id)
+        group = self.held.get(request.request_id.rpartition("#")[0])
+        if group is not None and all(
+            self.fenced.get(one.request_id, 0) >= one.attempt for one in samples_of(group.spec)
+        ):
+            self._drop(group.spec.request_id)
         self._log.forget(RequestId(request.request_id), request.attempt)
         return worker_pb2.CancelResponse(was_known=was_known)
 
@@ -314,19 +338,22 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         index = len(spec.token_ids) - spec.num_prompt_tokens
         if not await self._survive(index, held):
             return
-        token = next_token(spec.token_ids)
-        update = self._update(held, index, [token])
-        update.times.CopyFrom(
-            worker_pb2.StageTimes(queue_s=0.001, prefill_s=0.01, cached_tokens=16)
-        )
         is_last = index + 1 >= spec.sampling.max_tokens
         if is_last:
-            update.finished.reason = types_pb2.FINISH_REASON_LENGTH
             self.held.pop(spec.request_id, None)
-        if self.script.hold_first_token_s and not is_last:
-            self._spawn(self._publish_later(held, update))
-        else:
-            self._publish(held, update)
+        for one in samples_of(spec):
+            sample = _Held(one, 0)
+            update = self._update(sample, index, [next_token(spec.token_ids, one.sample_index)])
+            if one.sample_index == spec.sample_index:
+                update.times.CopyFrom(
+                    worker_pb2.StageTimes(queue_s=0.001, prefill_s=0.01, cached_tokens=16)
+                )
+            if is_last:
+                update.finished.reason = types_pb2.FINISH_REASON_LENGTH
+            if self.script.hold_first_token_s and not is_last:
+                self._spawn(self._publish_later(sample, update))
+            else:
+                self._publish(sample, update)
         await self._die_if(self.script.die_after == index)
         if not is_last:
             await self._hand_off(held, target)
@@ -340,27 +367,33 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         decode = self.network.decode(target)
         index = len(spec.token_ids) - spec.num_prompt_tokens
         if decode is None or not decode.accept(spec, target.decode_attempt):
-            update = self._update(held, index + 1, [])
-            update.needs_placement.CopyFrom(
-                worker_pb2.NeedsPlacement(
-                    detail="refused",
-                    decode_attempt=target.decode_attempt,
-                    hold_s=5.0,
-                    retry_after_s=None if decode is None else 0.02,
+            for one in samples_of(spec):
+                update = self._update(_Held(one, 0), index + 1, [])
+                update.needs_placement.CopyFrom(
+                    worker_pb2.NeedsPlacement(
+                        detail="refused",
+                        decode_attempt=target.decode_attempt,
+                        hold_s=5.0,
+                        retry_after_s=None if decode is None else 0.02,
+                    )
                 )
-            )
-            self._publish(held, update)
+                self._publish(_Held(one, 0), update)
             return
         self.held.pop(spec.request_id, None)
-        update = self._update(held, index + 1, [])
-        update.times.CopyFrom(
-            worker_pb2.StageTimes(handoff_s=0.002, kv_blocks_shipped=4, kv_bytes_shipped=4096)
-        )
-        update.handed_off.decode_attempt = target.decode_attempt
-        if self.script.hold_first_token_s:
-            self._spawn(self._publish_later(held, update))
-        else:
-            self._publish(held, update)
+        for one in samples_of(spec):
+            sample = _Held(one, 0)
+            update = self._update(sample, index + 1, [])
+            if one.sample_index == spec.sample_index:
+                update.times.CopyFrom(
+                    worker_pb2.StageTimes(
+                        handoff_s=0.002, kv_blocks_shipped=4, kv_bytes_shipped=4096
+                    )
+                )
+            update.handed_off.decode_attempt = target.decode_attempt
+            if self.script.hold_first_token_s:
+                self._spawn(self._publish_later(sample, update))
+            else:
+                self._publish(sample, update)
 
     def accept(self, spec: types_pb2.RequestSpec, decode_attempt: int) -> bool:
         """Takes a hand-off over, as Reserve and Commit in one."""
@@ -371,12 +404,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             return False
         landed = types_pb2.RequestSpec()
         landed.CopyFrom(spec)
-        landed.token_ids.append(next_token(spec.token_ids))
         self._drop(spec.request_id)
-        held = _Held(landed, decode_attempt)
-        self.held[spec.request_id] = held
-        held.task = self._spawn(self._decode(held))
+        self._start_samples(_Held(landed, decode_attempt), has_token=True)
         return True
+
+    def _start_samples(self, group: _Held, *, has_token: bool = False) -> None:
+        for one in samples_of(group.spec):
+            if self.fenced.get(one.request_id, 0) >= one.attempt:
+                continue
+            if has_token:
+                one.token_ids.append(next_token(one.token_ids, one.sample_index))
+            self._drop(one.request_id)
+            held = self.held[one.request_id] = _Held(one, group.decode_attempt)
+            held.task = self._spawn(self._decode(held))
 
     async def _decode(self, held: _Held) -> None:
         spec = held.spec
@@ -386,7 +426,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await asyncio.sleep(self.script.token_delay_s)
             if not await self._survive(index, held):
                 return
-            token = next_token(history)
+            token = next_token(history, spec.sample_index)
             history.append(token)
             update = self._update(held, index, [token])
             if index + 1 >= spec.sampling.max_tokens:

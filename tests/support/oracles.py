@@ -27,7 +27,11 @@ def assert_one_end(generation: Generation) -> None:
     assert generation.finish is not None, "the stream has no completion"
     assert generation.usage is not None
     assert generation.finish.num_tokens == len(generation.token_ids)
-    assert generation.usage.completion_tokens == len(generation.token_ids)
+    for sample in generation.samples.values():
+        assert sample.finish is not None
+        assert sample.finish.num_tokens == len(sample.token_ids)
+    total = sum(len(sample.token_ids) for sample in generation.samples.values())
+    assert generation.usage.completion_tokens == total
 
 
 def assert_not_recomputed(generation: Generation, block_size: int = 16) -> None:

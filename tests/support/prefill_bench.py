@@ -46,7 +46,7 @@ class PrefillBench:
     def run_until_held(self, name: str) -> PrefillProgress:
         for _ in range(200):
             for progress in self.step():
-                if progress.request_id == name and progress.sampled is not None:
+                if progress.request_id == name and progress.samples:
                     return progress
         raise AssertionError(f"{name} never got its token")
 

@@ -27,6 +27,8 @@ class Result:
     """One stream as the client saw it."""
 
     token_ids: list[int] = field(default_factory=list)
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    """Output of each sample."""
     text: str = ""
     logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
     completion: inference_pb2.Completion | None = None
@@ -98,6 +100,8 @@ async def generate(
             if message.WhichOneof("event") == "completion":
                 result.completion = message.completion
             else:
+                samples = result.samples.setdefault(message.chunk.index, [])
+                samples += message.chunk.token_ids
                 result.token_ids += message.chunk.token_ids
                 result.text += message.chunk.text
                 result.logprobs += message.chunk.logprobs

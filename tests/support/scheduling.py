@@ -47,6 +47,7 @@ def make_request(
     deadline_s: float | None = None,
     salt: bytes = b"",
     stop_token_ids: tuple[int, ...] = (),
+    n: int = 1,
 ) -> Request:
     """A prompt given by its length is like no other request's."""
     if isinstance(prompt, int):
@@ -55,7 +56,7 @@ def make_request(
         request_id=RequestId(name),
         token_ids=prompt + emitted,
         num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, n=n),
         attempt=attempt,
         is_priority=is_priority,
         deadline_s=deadline_s,
@@ -73,6 +74,7 @@ def continue_request(request: Request, emitted: tuple[int, ...]) -> Request:
         attempt=request.attempt + 1,
         is_priority=True,
         tenant_salt=request.tenant_salt,
+        sample_index=request.sample_index,
     )
 
 
@@ -83,7 +85,7 @@ def expected_output(request: Request) -> tuple[int, ...]:
         digest = _digest(digest, token)
     output: list[int] = []
     while True:
-        token = _sample(digest, len(output))
+        token = _sample(digest, len(output), request.sample_index)
         output.append(token)
         if finish_reason_after(request, len(output), token) is not None:
             return tuple(output)
@@ -101,6 +103,9 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> StepResult:
         sampled: dict[RequestId, SampledToken] = {}
         written: set[tuple[BlockId, int]] = set()
+        for source, target in plan.copies:
+            for offset in range(self.block_size):
+                self.slots[target, offset] = self.slots.get((source, offset), -7)
         for part in plan.slices:
             assert part.token_ids, "a slice is never empty"
             assert len(part.block_ids) * self.block_size >= part.end
@@ -111,9 +116,10 @@ class FakeRunner:
                 self.slots[slot] = _digest(self._read(part.block_ids, position - 1), token)
             if part.output_index is not None:
                 digest = self._read(part.block_ids, part.end - 1)
-                sampled[part.request.request_id] = SampledToken(
-                    token_id=_sample(digest, part.output_index)
-                )
+                for one in part.request.samples():
+                    sampled[one.request_id] = SampledToken(
+                        token_id=_sample(digest, part.output_index, one.sample_index)
+                    )
         self.num_steps += 1
         return StepResult(sampled=sampled)
 
@@ -139,5 +145,5 @@ def _digest(digest: int, token: int) -> int:
     return hash((digest, token))
 
 
-def _sample(digest: int, output_index: int) -> int:
-    return hash((digest, output_index, 1)) % VOCABULARY
+def _sample(digest: int, output_index: int, sample_index: int) -> int:
+    return hash((digest, output_index, sample_index, 1)) % VOCABULARY

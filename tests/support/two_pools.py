@@ -96,14 +96,14 @@ class TwoPools:
         if plan is None:
             return False
         for progress in self.prefill.complete_step(plan, self.prefill_runner.run(plan)):
-            if progress.sampled is None:
+            if not progress.samples:
                 continue
             client = self.clients[progress.request_id]
             assert progress.output_index == len(client.output)
-            client.output.append(progress.sampled.token_id)
+            client.output.append(progress.samples[0].token.token_id)
             client.is_computed = True
             client.lands_in = self.rng.randint(0, 4)
-            if progress.finish_reason is not None:
+            if progress.samples[0].finish_reason is not None:
                 client.is_done = True
                 self.prefill.release(progress.request_id, progress.attempt)
                 self.decode.release_reservation(progress.request_id, progress.attempt)
@@ -135,7 +135,7 @@ class TwoPools:
                 self.decode.block_table(request.request_id, request.attempt),
                 range(client.grant.num_cached_tokens, len(request.token_ids)),
             )
-            self.decode.start(request.request_id, request.attempt, client.output[-1])
+            self.decode.start(request.request_id, request.attempt, {0: client.output[-1]})
             self.prefill.release(request.request_id, request.attempt)
             client.grant, client.is_computed, client.wants_place = None, False, False
         return has_moved

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from pdserve.process import is_running, spawn
+from pdserve.process import is_running, list_descendants, spawn
 
 PYTHON = sys.executable
 
@@ -150,3 +150,50 @@ def test_running_child_is_running_and_a_zombie_is_not() -> None:
     assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
     child.wait(5)
     assert not is_running(child.pid)
+
+
+ADOPTED = """
+import os, subprocess, sys, time
+from pdserve.process import adopt_orphans, list_descendants
+adopt_orphans()
+middle = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
+found = subprocess.run([sys.executable, "-c", middle], capture_output=True, check=True)
+orphan = int(found.stdout)
+print(orphan, list_descendants(os.getpid()) == [orphan], flush=True)
+os.kill(orphan, 9)
+"""
+
+
+def test_orphans_are_adopted_and_listed_among_the_descendants() -> None:
+    found = subprocess.run(
+        [PYTHON, "-c", ADOPTED], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert found.stdout.split()[1] == "True"
+
+
+def test_descendants_of_a_process_that_is_gone_are_none() -> None:
+    child = spawn([PYTHON, "-c", ""], name="brief")
+    child.wait(10)
+    assert list_descendants(child.pid) == []
+
+
+FORKED = """
+import os, signal, sys, time
+from pdserve.process import die_with_parent
+child = os.fork()
+if child == 0:
+    die_with_parent(signal.SIGTERM)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+
+
+def test_process_that_was_not_spawned_may_die_with_its_parent_too() -> None:
+    parent = subprocess.Popen([PYTHON, "-c", FORKED], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert wait_gone(pid)
+    parent.stdout.close()

@@ -36,6 +36,7 @@ class Envelope(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     TENANT_SALT_DIGEST_FIELD_NUMBER: _builtins.int
     COMPATIBILITY_DIGEST_FIELD_NUMBER: _builtins.int
+    PREFILL_SHAPE_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     attempt: _builtins.int
     decode_attempt: _builtins.int
@@ -47,6 +48,8 @@ class Envelope(_message.Message):
     """128 random bits minted by the decode worker; empty before the grant."""
     tenant_salt_digest: _builtins.bytes
     compatibility_digest: _builtins.bytes
+    @_builtins.property
+    def prefill_shape(self) -> Global___KvShape: ...
     def __init__(
         self,
         *,
@@ -60,14 +63,45 @@ class Envelope(_message.Message):
         reservation_id: _builtins.bytes = ...,
         tenant_salt_digest: _builtins.bytes = ...,
         compatibility_digest: _builtins.bytes = ...,
+        prefill_shape: Global___KvShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_shape", b"prefill_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compatibility_digest", b"compatibility_digest", "decode_attempt", b"decode_attempt", "decode_incarnation", b"decode_incarnation", "decode_worker_id", b"decode_worker_id", "handoff_id", b"handoff_id", "prefill_incarnation", b"prefill_incarnation", "prefill_worker_id", b"prefill_worker_id", "reservation_id", b"reservation_id", "tenant_salt_digest", b"tenant_salt_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compatibility_digest", b"compatibility_digest", "decode_attempt", b"decode_attempt", "decode_incarnation", b"decode_incarnation", "decode_worker_id", b"decode_worker_id", "handoff_id", b"handoff_id", "prefill_incarnation", b"prefill_incarnation", "prefill_shape", b"prefill_shape", "prefill_worker_id", b"prefill_worker_id", "reservation_id", b"reservation_id", "tenant_salt_digest", b"tenant_salt_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Envelope: _TypeAlias = Envelope  # noqa: Y015
+
+@_typing.final
+class KvShape(_message.Message):
+    """What may differ between two workers that exchange KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    tensor_parallel: _builtins.int
+    pipeline_parallel: _builtins.int
+    block_size: _builtins.int
+    dtype: _builtins.str
+    def __init__(
+        self,
+        *,
+        tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "pipeline_parallel", b"pipeline_parallel", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvShape: _TypeAlias = KvShape  # noqa: Y015
 
 @_typing.final
 class ReserveRequest(_message.Message):
@@ -127,30 +161,40 @@ class Grant(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
-    LINK_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     FRAME_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_SHAPE_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.bytes
     num_cached_tokens: _builtins.int
-    """Leading tokens the decode worker already holds: not to be sent. A multiple of the block size."""
+    """Leading tokens the decode worker already holds: not to be sent. A multiple of its block size."""
     manifest_digest: _builtins.bytes
     lease_s: _builtins.float
     frame_tokens: _builtins.int
+    wire_dtype: _builtins.str
+    """Of the values in frames."""
     @_builtins.property
-    def link(self) -> Global___LinkEndpoint: ...
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkEndpoint]:
+        """Of the decode worker's ranks, in their order."""
+
+    @_builtins.property
+    def decode_shape(self) -> Global___KvShape: ...
     def __init__(
         self,
         *,
         reservation_id: _builtins.bytes = ...,
         num_cached_tokens: _builtins.int = ...,
         manifest_digest: _builtins.bytes = ...,
-        link: Global___LinkEndpoint | None = ...,
+        links: _abc.Iterable[Global___LinkEndpoint] | None = ...,
         lease_s: _builtins.float = ...,
         frame_tokens: _builtins.int = ...,
+        decode_shape: Global___KvShape | None = ...,
+        wire_dtype: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_shape", b"decode_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_tokens", b"frame_tokens", "lease_s", b"lease_s", "link", b"link", "manifest_digest", b"manifest_digest", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_shape", b"decode_shape", "frame_tokens", b"frame_tokens", "lease_s", b"lease_s", "links", b"links", "manifest_digest", b"manifest_digest", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import types_pb2 as pdserve_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1apdserve/rpc/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\"\xdb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x18.pdserve.rpc.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParamsB\x08\n\x06prompt\"\xa6\x01\n\x0cSampleFinish\x12\r\n\x05index\x18\x01 \x01(\r\x12\x33\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x12\n\nnum_tokens\x18\x05 \x01(\rB\x0e\n\x0cmatched_stop\"l\n\nTokenChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\"\x8d\x01\n\nCompletion\x12-\n\x07samples\x18\x01 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SampleFinish\x12$\n\x05usage\x18\x02 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12*\n\x08timeline\x18\x03 \x01(\x0b\x32\x18.pdserve.rpc.v1.Timeline\"\xa0\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.TokenChunkH\x00\x12\x30\n\ncompletion\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\xe3\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x14\n\x0cmax_logprobs\x18\n \x01(\r\"\x16\n\x14GetServerInfoRequest\"\xaa\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08\x66ront_id\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x13\n\x0bnum_prefill\x18\x04 \x01(\r\x12\x12\n\nnum_decode\x18\x05 \x01(\r\x12\x1a\n\x12requests_in_flight\x18\x06 \x01(\r\x12\x17\n\x0frequests_queued\x18\x07 \x01(\r\"\x11\n\x0fGetLoadsRequest\"\x82\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x10\n\x08\x66\x61\x63\x65_pid\x18\x06 \x01(\r\x12\x11\n\trank_pids\x18\x07 \x03(\r\x12(\n\x04load\x18\x08 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12&\n\x06ledger\x18\t \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\x12\'\n\x05links\x18\n \x03(\x0b\x32\x18.pdserve.rpc.v1.LinkInfo\"\x8a\x01\n\x08LinkInfo\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x04 \x01(\x04\x12\x18\n\x10\x66rames_in_flight\x18\x05 \x01(\r\x12\r\n\x05\x65poch\x18\x06 \x01(\r\"?\n\x10GetLoadsResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo2\xaa\x03\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12\x44\n\x05\x41\x62ort\x12\x1c.pdserve.rpc.v1.AbortRequest\x1a\x1d.pdserve.rpc.v1.AbortResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponse\x12\\\n\rGetServerInfo\x12$.pdserve.rpc.v1.GetServerInfoRequest\x1a%.pdserve.rpc.v1.GetServerInfoResponse\x12M\n\x08GetLoads\x12\x1f.pdserve.rpc.v1.GetLoadsRequest\x1a .pdserve.rpc.v1.GetLoadsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1apdserve/rpc/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\"\xdb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x18.pdserve.rpc.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParamsB\x08\n\x06prompt\"\xa6\x01\n\x0cSampleFinish\x12\r\n\x05index\x18\x01 \x01(\r\x12\x33\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x12\n\nnum_tokens\x18\x05 \x01(\rB\x0e\n\x0cmatched_stop\"l\n\nTokenChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\"v\n\x0bPromptChunk\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\"\x8d\x01\n\nCompletion\x12-\n\x07samples\x18\x01 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SampleFinish\x12$\n\x05usage\x18\x02 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12*\n\x08timeline\x18\x03 \x01(\x0b\x32\x18.pdserve.rpc.v1.Timeline\"\xcf\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.TokenChunkH\x00\x12\x30\n\ncompletion\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.CompletionH\x00\x12-\n\x06prompt\x18\x05 \x01(\x0b\x32\x1b.pdserve.rpc.v1.PromptChunkH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\xe3\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x14\n\x0cmax_logprobs\x18\n \x01(\r\"\x16\n\x14GetServerInfoRequest\"\xaa\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08\x66ront_id\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x13\n\x0bnum_prefill\x18\x04 \x01(\r\x12\x12\n\nnum_decode\x18\x05 \x01(\r\x12\x1a\n\x12requests_in_flight\x18\x06 \x01(\r\x12\x17\n\x0frequests_queued\x18\x07 \x01(\r\"\x11\n\x0fGetLoadsRequest\"\x82\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x10\n\x08\x66\x61\x63\x65_pid\x18\x06 \x01(\r\x12\x11\n\trank_pids\x18\x07 \x03(\r\x12(\n\x04load\x18\x08 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12&\n\x06ledger\x18\t \x01(\x0b\x32\x16.pdserve.rpc.v1.Ledger\x12\'\n\x05links\x18\n \x03(\x0b\x32\x18.pdserve.rpc.v1.LinkInfo\"\x8a\x01\n\x08LinkInfo\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x04 \x01(\x04\x12\x18\n\x10\x66rames_in_flight\x18\x05 \x01(\r\x12\r\n\x05\x65poch\x18\x06 \x01(\r\"?\n\x10GetLoadsResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo2\xaa\x03\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12\x44\n\x05\x41\x62ort\x12\x1c.pdserve.rpc.v1.AbortRequest\x1a\x1d.pdserve.rpc.v1.AbortResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponse\x12\\\n\rGetServerInfo\x12$.pdserve.rpc.v1.GetServerInfoRequest\x1a%.pdserve.rpc.v1.GetServerInfoResponse\x12M\n\x08GetLoads\x12\x1f.pdserve.rpc.v1.GetLoadsRequest\x1a .pdserve.rpc.v1.GetLoadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,30 +42,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEFINISH']._serialized_end=574
   _globals['_TOKENCHUNK']._serialized_start=576
   _globals['_TOKENCHUNK']._serialized_end=684
-  _globals['_COMPLETION']._serialized_start=687
-  _globals['_COMPLETION']._serialized_end=828
-  _globals['_GENERATERESPONSE']._serialized_start=831
-  _globals['_GENERATERESPONSE']._serialized_end=991
-  _globals['_ABORTREQUEST']._serialized_start=993
-  _globals['_ABORTREQUEST']._serialized_end=1027
-  _globals['_ABORTRESPONSE']._serialized_start=1029
-  _globals['_ABORTRESPONSE']._serialized_end=1044
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1046
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1067
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1070
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1297
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1299
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1321
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1324
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1494
-  _globals['_GETLOADSREQUEST']._serialized_start=1496
-  _globals['_GETLOADSREQUEST']._serialized_end=1513
-  _globals['_WORKERINFO']._serialized_start=1516
-  _globals['_WORKERINFO']._serialized_end=1774
-  _globals['_LINKINFO']._serialized_start=1777
-  _globals['_LINKINFO']._serialized_end=1915
-  _globals['_GETLOADSRESPONSE']._serialized_start=1917
-  _globals['_GETLOADSRESPONSE']._serialized_end=1980
-  _globals['_INFERENCE']._serialized_start=1983
-  _globals['_INFERENCE']._serialized_end=2409
+  _globals['_PROMPTCHUNK']._serialized_start=686
+  _globals['_PROMPTCHUNK']._serialized_end=804
+  _globals['_COMPLETION']._serialized_start=807
+  _globals['_COMPLETION']._serialized_end=948
+  _globals['_GENERATERESPONSE']._serialized_start=951
+  _globals['_GENERATERESPONSE']._serialized_end=1158
+  _globals['_ABORTREQUEST']._serialized_start=1160
+  _globals['_ABORTREQUEST']._serialized_end=1194
+  _globals['_ABORTRESPONSE']._serialized_start=1196
+  _globals['_ABORTRESPONSE']._serialized_end=1211
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1213
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1234
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1237
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1464
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1466
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1488
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1491
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1661
+  _globals['_GETLOADSREQUEST']._serialized_start=1663
+  _globals['_GETLOADSREQUEST']._serialized_end=1680
+  _globals['_WORKERINFO']._serialized_start=1683
+  _globals['_WORKERINFO']._serialized_end=1941
+  _globals['_LINKINFO']._serialized_start=1944
+  _globals['_LINKINFO']._serialized_end=2082
+  _globals['_GETLOADSRESPONSE']._serialized_start=2084
+  _globals['_GETLOADSRESPONSE']._serialized_end=2147
+  _globals['_INFERENCE']._serialized_start=2150
+  _globals['_INFERENCE']._serialized_end=2576
 # @@protoc_insertion_point(module_scope)

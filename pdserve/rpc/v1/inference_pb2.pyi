@@ -169,6 +169,43 @@ class TokenChunk(_message.Message):
 Global___TokenChunk: _TypeAlias = TokenChunk  # noqa: Y015
 
 @_typing.final
+class PromptChunk(_message.Message):
+    """What a client asked to be told of its prompt; comes before any output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Position in the prompt of the first token that this chunk speaks of."""
+    text: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With `echo`."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]:
+        """With `prompt_logprobs`: one per token from position 1 on (the first token follows nothing), in pieces."""
+
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptChunk: _TypeAlias = PromptChunk  # noqa: Y015
+
+@_typing.final
 class Completion(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -204,6 +241,7 @@ class GenerateResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sequence: _builtins.int
     """Counts the messages of this stream from 0 without a gap."""
@@ -211,6 +249,8 @@ class GenerateResponse(_message.Message):
     def chunk(self) -> Global___TokenChunk: ...
     @_builtins.property
     def completion(self) -> Global___Completion: ...
+    @_builtins.property
+    def prompt(self) -> Global___PromptChunk: ...
     def __init__(
         self,
         *,
@@ -218,12 +258,13 @@ class GenerateResponse(_message.Message):
         sequence: _builtins.int = ...,
         chunk: Global___TokenChunk | None = ...,
         completion: Global___Completion | None = ...,
+        prompt: Global___PromptChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "prompt", b"prompt", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "completion"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "completion", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -609,3 +609,526 @@ class PeerReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
 Global___PeerReply: _TypeAlias = PeerReply  # noqa: Y015
+
+@_typing.final
+class ToFollower(_message.Message):
+    """From rank 0 of a replica to another rank, over a socket pair of theirs; obeyed in the order in which they come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    OPEN_LINK_FIELD_NUMBER: _builtins.int
+    SHIP_FIELD_NUMBER: _builtins.int
+    CANCEL_FRAMES_FIELD_NUMBER: _builtins.int
+    UNLOAD_FIELD_NUMBER: _builtins.int
+    REJECT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def step(self) -> Global___StepWork: ...
+    @_builtins.property
+    def open_link(self) -> Global___OpenLink: ...
+    @_builtins.property
+    def ship(self) -> Global___ShipFrame: ...
+    @_builtins.property
+    def cancel_frames(self) -> Global___CancelFrames: ...
+    @_builtins.property
+    def unload(self) -> Global___UnloadFrame: ...
+    @_builtins.property
+    def reject(self) -> Global___FrameLanded:
+        """Its slot is freed, no block is touched."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___StepWork | None = ...,
+        open_link: Global___OpenLink | None = ...,
+        ship: Global___ShipFrame | None = ...,
+        cancel_frames: Global___CancelFrames | None = ...,
+        unload: Global___UnloadFrame | None = ...,
+        reject: Global___FrameLanded | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_frames", b"cancel_frames", "message", b"message", "open_link", b"open_link", "reject", b"reject", "ship", b"ship", "step", b"step", "unload", b"unload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_frames", b"cancel_frames", "message", b"message", "open_link", b"open_link", "reject", b"reject", "ship", b"ship", "step", b"step", "unload", b"unload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["step", "open_link", "ship", "cancel_frames", "unload", "reject"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___ToFollower: _TypeAlias = ToFollower  # noqa: Y015
+
+@_typing.final
+class FromFollower(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READY_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
+    UNLOADED_FIELD_NUMBER: _builtins.int
+    DOWN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ready(self) -> Global___FollowerReady: ...
+    @_builtins.property
+    def sent(self) -> Global___FrameSent: ...
+    @_builtins.property
+    def landed(self) -> Global___FrameLanded: ...
+    @_builtins.property
+    def unloaded(self) -> Global___FrameUnloaded: ...
+    @_builtins.property
+    def down(self) -> Global___LinkDown: ...
+    def __init__(
+        self,
+        *,
+        ready: Global___FollowerReady | None = ...,
+        sent: Global___FrameSent | None = ...,
+        landed: Global___FrameLanded | None = ...,
+        unloaded: Global___FrameUnloaded | None = ...,
+        down: Global___LinkDown | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "unloaded", b"unloaded"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "unloaded", b"unloaded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "sent", "landed", "unloaded", "down"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___FromFollower: _TypeAlias = FromFollower  # noqa: Y015
+
+@_typing.final
+class FollowerReady(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def link(self) -> _handoff_pb2.LinkEndpoint:
+        """Where a decode rank listens for links."""
+
+    def __init__(
+        self,
+        *,
+        link: _handoff_pb2.LinkEndpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowerReady: _TypeAlias = FollowerReady  # noqa: Y015
+
+@_typing.final
+class StepWork(_message.Message):
+    """One step, as every rank of a replica computes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLICES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceWork]: ...
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]: ...
+    def __init__(
+        self,
+        *,
+        slices: _abc.Iterable[Global___SliceWork] | None = ...,
+        copies: _abc.Iterable[Global___BlockCopy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "slices", b"slices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepWork: _TypeAlias = StepWork  # noqa: Y015
+
+@_typing.final
+class SliceWork(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_TARGETS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    start: _builtins.int
+    num_prompt_tokens: _builtins.int
+    output_index: _builtins.int
+    """Absent: no token is sampled."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prompt_targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The leading rows whose logits are wanted as well: as many as there are targets."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        start: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        output_index: _builtins.int | None = ...,
+        prompt_targets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_index", b"_output_index", "output_index", b"output_index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_index", b"_output_index", "block_ids", b"block_ids", "num_prompt_tokens", b"num_prompt_tokens", "output_index", b"output_index", "prompt_targets", b"prompt_targets", "request_id", b"request_id", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__output_index: _TypeAlias = _typing.Literal["output_index"]  # noqa: Y015
+    _WhichOneofArgType__output_index: _TypeAlias = _typing.Literal["_output_index", b"_output_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_index) -> _WhichOneofReturnType__output_index | None: ...
+
+Global___SliceWork: _TypeAlias = SliceWork  # noqa: Y015
+
+@_typing.final
+class BlockCopy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    source: _builtins.int
+    target: _builtins.int
+    def __init__(
+        self,
+        *,
+        source: _builtins.int = ...,
+        target: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockCopy: _TypeAlias = BlockCopy  # noqa: Y015
+
+@_typing.final
+class LinkPeer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def endpoint(self) -> _handoff_pb2.LinkEndpoint: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        endpoint: _handoff_pb2.LinkEndpoint | None = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "rank", b"rank", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkPeer: _TypeAlias = LinkPeer  # noqa: Y015
+
+@_typing.final
+class Span(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    stop: _builtins.int
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Span: _TypeAlias = Span  # noqa: Y015
+
+@_typing.final
+class KvRegion(_message.Message):
+    """Consecutive tokens of one sequence in some layers and KV heads of the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    num_tokens: _builtins.int
+    dtype: _builtins.str
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def layers(self) -> Global___Span: ...
+    @_builtins.property
+    def heads(self) -> Global___Span: ...
+    def __init__(
+        self,
+        *,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        offset: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        layers: Global___Span | None = ...,
+        heads: Global___Span | None = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "layers", b"layers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "dtype", b"dtype", "heads", b"heads", "layers", b"layers", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvRegion: _TypeAlias = KvRegion  # noqa: Y015
+
+@_typing.final
+class OpenLink(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peer(self) -> Global___LinkPeer: ...
+    def __init__(
+        self,
+        *,
+        peer: Global___LinkPeer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLink: _TypeAlias = OpenLink  # noqa: Y015
+
+@_typing.final
+class ShipFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    FRAME_INDEX_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.bytes
+    frame_index: _builtins.int
+    @_builtins.property
+    def peer(self) -> Global___LinkPeer: ...
+    @_builtins.property
+    def region(self) -> Global___KvRegion: ...
+    def __init__(
+        self,
+        *,
+        peer: Global___LinkPeer | None = ...,
+        reservation_id: _builtins.bytes = ...,
+        frame_index: _builtins.int = ...,
+        region: Global___KvRegion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "region", b"region"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_index", b"frame_index", "peer", b"peer", "region", b"region", "reservation_id", b"reservation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShipFrame: _TypeAlias = ShipFrame  # noqa: Y015
+
+@_typing.final
+class CancelFrames(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        reservation_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelFrames: _TypeAlias = CancelFrames  # noqa: Y015
+
+@_typing.final
+class UnloadFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANDED_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def landed(self) -> Global___FrameLanded: ...
+    @_builtins.property
+    def region(self) -> Global___KvRegion: ...
+    def __init__(
+        self,
+        *,
+        landed: Global___FrameLanded | None = ...,
+        region: Global___KvRegion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "region", b"region"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadFrame: _TypeAlias = UnloadFrame  # noqa: Y015
+
+@_typing.final
+class LinkId(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PEER_RANK_FIELD_NUMBER: _builtins.int
+    OWN_RANK_FIELD_NUMBER: _builtins.int
+    peer: _builtins.int
+    epoch: _builtins.int
+    peer_rank: _builtins.int
+    own_rank: _builtins.int
+    def __init__(
+        self,
+        *,
+        peer: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        peer_rank: _builtins.int = ...,
+        own_rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "own_rank", b"own_rank", "peer", b"peer", "peer_rank", b"peer_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkId: _TypeAlias = LinkId  # noqa: Y015
+
+@_typing.final
+class FrameSent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    FRAME_INDEX_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.bytes
+    frame_index: _builtins.int
+    @_builtins.property
+    def link(self) -> Global___LinkId: ...
+    def __init__(
+        self,
+        *,
+        link: Global___LinkId | None = ...,
+        reservation_id: _builtins.bytes = ...,
+        frame_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_index", b"frame_index", "link", b"link", "reservation_id", b"reservation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrameSent: _TypeAlias = FrameSent  # noqa: Y015
+
+@_typing.final
+class FrameLanded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    FRAME_INDEX_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    IS_INTACT_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.bytes
+    frame_index: _builtins.int
+    num_bytes: _builtins.int
+    slot: _builtins.int
+    is_intact: _builtins.bool
+    @_builtins.property
+    def link(self) -> Global___LinkId: ...
+    def __init__(
+        self,
+        *,
+        link: Global___LinkId | None = ...,
+        reservation_id: _builtins.bytes = ...,
+        frame_index: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        is_intact: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_index", b"frame_index", "is_intact", b"is_intact", "link", b"link", "num_bytes", b"num_bytes", "reservation_id", b"reservation_id", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrameLanded: _TypeAlias = FrameLanded  # noqa: Y015
+
+@_typing.final
+class FrameUnloaded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    FRAME_INDEX_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.bytes
+    frame_index: _builtins.int
+    def __init__(
+        self,
+        *,
+        reservation_id: _builtins.bytes = ...,
+        frame_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_index", b"frame_index", "reservation_id", b"reservation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrameUnloaded: _TypeAlias = FrameUnloaded  # noqa: Y015
+
+@_typing.final
+class LinkDown(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    detail: _builtins.str
+    @_builtins.property
+    def link(self) -> Global___LinkId: ...
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        link: Global___LinkId | None = ...,
+        worker_id: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        lost: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "link", b"link", "lost", b"lost", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkDown: _TypeAlias = LinkDown  # noqa: Y015

@@ -113,6 +113,7 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Alternatives reported beside each generated token; 0 reports the chosen token alone."""
     prompt_logprobs: _builtins.int
+    """Alternatives reported beside each prompt token but the first."""
     n: _builtins.int
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
@@ -391,6 +392,7 @@ class RequestSpec(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     IS_PRIORITY_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     tenant_salt: _builtins.bytes
@@ -403,6 +405,10 @@ class RequestSpec(_message.Message):
     """Remaining time budget; absent means none."""
     is_priority: _builtins.bool
     """Returned requests go before new ones."""
+    sample_index: _builtins.int
+    """Index of the first of sampling.n samples. Whatever a worker says of one sample of several, it says under that
+    sample's own id: request_id, '#' and the index.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt followed by the output tokens the client already has."""
@@ -425,10 +431,11 @@ class RequestSpec(_message.Message):
         attempt: _builtins.int = ...,
         deadline_s: _builtins.float | None = ...,
         is_priority: _builtins.bool = ...,
+        sample_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "front_id", b"front_id", "handoff_id", b"handoff_id", "is_priority", b"is_priority", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "front_id", b"front_id", "handoff_id", b"handoff_id", "is_priority", b"is_priority", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015

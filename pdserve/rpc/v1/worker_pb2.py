@@ -26,7 +26,7 @@ from pdserve.rpc.v1 import inference_pb2 as pdserve_dot_rpc_dot_v1_dot_inference
 from pdserve.rpc.v1 import types_pb2 as pdserve_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/worker.proto\x12\x0epdserve.rpc.v1\x1a\x1epdserve/rpc/v1/inference.proto\x1a\x1apdserve/rpc/v1/types.proto\"_\n\x0c\x44\x65\x63odeTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x04 \x01(\r\"\xb5\x01\n\rSubmitRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\x12,\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1c.pdserve.rpc.v1.DecodeTarget\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x33\n\rlocal_prefill\x18\x04 \x01(\x0b\x32\x1c.pdserve.rpc.v1.LocalPrefill\"6\n\x0cLocalPrefill\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokens\"\x10\n\x0eSubmitResponse\"g\n\x12PlaceDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x1c.pdserve.rpc.v1.DecodeTarget\"\x15\n\x13PlaceDecodeResponse\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\twas_known\x18\x01 \x01(\x08\"A\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnext_index\x18\x03 \x01(\r\"J\n\rStreamRequest\x12\x10\n\x08\x66ront_id\x18\x01 \x01(\t\x12\'\n\x07resumes\x18\x02 \x03(\x0b\x32\x16.pdserve.rpc.v1.Resume\"f\n\x08\x46inished\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x89\x02\n\x08Returned\x12/\n\x06reason\x18\x01 \x01(\x0e\x32\x1f.pdserve.rpc.v1.Returned.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xbb\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_PREEMPTED\x10\x01\x12\x13\n\x0fREASON_DRAINING\x10\x02\x12\x18\n\x14REASON_LEASE_EXPIRED\x10\x03\x12\x1c\n\x18REASON_PLACEMENT_TIMEOUT\x10\x04\x12\x1a\n\x16REASON_UNKNOWN_REQUEST\x10\x05\x12\x1a\n\x16REASON_TRANSFER_FAILED\x10\x06\"v\n\x0eNeedsPlacement\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x02 \x01(\r\x12\x0e\n\x06hold_s\x18\x03 \x01(\x01\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"7\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x84\x03\n\nStageTimes\x12\x14\n\x07queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tprefill_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\thandoff_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x1e\n\x11kv_blocks_shipped\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x1d\n\x10kv_bytes_shipped\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x1e\n\x11recomputed_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12!\n\x14local_prefill_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x42\n\n\x08_queue_sB\x0c\n\n_prefill_sB\x0c\n\n_handoff_sB\x10\n\x0e_cached_tokensB\x14\n\x12_kv_blocks_shippedB\x13\n\x11_kv_bytes_shippedB\x14\n\x12_recomputed_tokensB\x17\n\x15_local_prefill_tokens\"\xe3\x03\n\x0eSequenceUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\x12)\n\x05times\x18\x07 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StageTimes\x12,\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x18.pdserve.rpc.v1.FinishedH\x00\x12,\n\x08returned\x18\t \x01(\x0b\x32\x18.pdserve.rpc.v1.ReturnedH\x00\x12\x39\n\x0fneeds_placement\x18\n \x01(\x0b\x32\x1e.pdserve.rpc.v1.NeedsPlacementH\x00\x12(\n\x06\x66\x61iled\x18\x0b \x01(\x0b\x32\x16.pdserve.rpc.v1.FailedH\x00\x12/\n\nhanded_off\x18\x0c \x01(\x0b\x32\x19.pdserve.rpc.v1.HandedOffH\x00\x12\x14\n\x0csample_index\x18\r \x01(\rB\t\n\x07outcome\"#\n\tHandedOff\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x01 \x01(\r\"\x92\x01\n\x0bStreamBatch\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12/\n\x07updates\x18\x02 \x03(\x0b\x32\x1e.pdserve.rpc.v1.SequenceUpdate\x12(\n\x04load\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\x12\n\x10GetStatusRequest\"?\n\x11GetStatusResponse\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo2\x8c\x03\n\x06Worker\x12G\n\x06Submit\x12\x1d.pdserve.rpc.v1.SubmitRequest\x1a\x1e.pdserve.rpc.v1.SubmitResponse\x12V\n\x0bPlaceDecode\x12\".pdserve.rpc.v1.PlaceDecodeRequest\x1a#.pdserve.rpc.v1.PlaceDecodeResponse\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12\x46\n\x06Stream\x12\x1d.pdserve.rpc.v1.StreamRequest\x1a\x1b.pdserve.rpc.v1.StreamBatch0\x01\x12P\n\tGetStatus\x12 .pdserve.rpc.v1.GetStatusRequest\x1a!.pdserve.rpc.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/worker.proto\x12\x0epdserve.rpc.v1\x1a\x1epdserve/rpc/v1/inference.proto\x1a\x1apdserve/rpc/v1/types.proto\"_\n\x0c\x44\x65\x63odeTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x04 \x01(\r\"\xb5\x01\n\rSubmitRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\x12,\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1c.pdserve.rpc.v1.DecodeTarget\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x33\n\rlocal_prefill\x18\x04 \x01(\x0b\x32\x1c.pdserve.rpc.v1.LocalPrefill\"6\n\x0cLocalPrefill\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokens\"\x10\n\x0eSubmitResponse\"g\n\x12PlaceDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x1c.pdserve.rpc.v1.DecodeTarget\"\x15\n\x13PlaceDecodeResponse\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\twas_known\x18\x01 \x01(\x08\"_\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnext_index\x18\x03 \x01(\r\x12\x1c\n\x14next_prompt_position\x18\x04 \x01(\r\"J\n\rStreamRequest\x12\x10\n\x08\x66ront_id\x18\x01 \x01(\t\x12\'\n\x07resumes\x18\x02 \x03(\x0b\x32\x16.pdserve.rpc.v1.Resume\"f\n\x08\x46inished\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x89\x02\n\x08Returned\x12/\n\x06reason\x18\x01 \x01(\x0e\x32\x1f.pdserve.rpc.v1.Returned.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xbb\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_PREEMPTED\x10\x01\x12\x13\n\x0fREASON_DRAINING\x10\x02\x12\x18\n\x14REASON_LEASE_EXPIRED\x10\x03\x12\x1c\n\x18REASON_PLACEMENT_TIMEOUT\x10\x04\x12\x1a\n\x16REASON_UNKNOWN_REQUEST\x10\x05\x12\x1a\n\x16REASON_TRANSFER_FAILED\x10\x06\"v\n\x0eNeedsPlacement\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x02 \x01(\r\x12\x0e\n\x06hold_s\x18\x03 \x01(\x01\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"7\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x84\x03\n\nStageTimes\x12\x14\n\x07queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tprefill_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\thandoff_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x1e\n\x11kv_blocks_shipped\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x1d\n\x10kv_bytes_shipped\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x1e\n\x11recomputed_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12!\n\x14local_prefill_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x42\n\n\x08_queue_sB\x0c\n\n_prefill_sB\x0c\n\n_handoff_sB\x10\n\x0e_cached_tokensB\x14\n\x12_kv_blocks_shippedB\x13\n\x11_kv_bytes_shippedB\x14\n\x12_recomputed_tokensB\x17\n\x15_local_prefill_tokens\"X\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12.\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\"\x8c\x04\n\x0eSequenceUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.pdserve.rpc.v1.TokenLogprob\x12)\n\x05times\x18\x07 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StageTimes\x12,\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x18.pdserve.rpc.v1.FinishedH\x00\x12,\n\x08returned\x18\t \x01(\x0b\x32\x18.pdserve.rpc.v1.ReturnedH\x00\x12\x39\n\x0fneeds_placement\x18\n \x01(\x0b\x32\x1e.pdserve.rpc.v1.NeedsPlacementH\x00\x12(\n\x06\x66\x61iled\x18\x0b \x01(\x0b\x32\x16.pdserve.rpc.v1.FailedH\x00\x12/\n\nhanded_off\x18\x0c \x01(\x0b\x32\x19.pdserve.rpc.v1.HandedOffH\x00\x12\x37\n\x0fprompt_logprobs\x18\x0e \x01(\x0b\x32\x1e.pdserve.rpc.v1.PromptLogprobsB\t\n\x07outcomeJ\x04\x08\r\x10\x0e\"#\n\tHandedOff\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x01 \x01(\r\"\x92\x01\n\x0bStreamBatch\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12/\n\x07updates\x18\x02 \x03(\x0b\x32\x1e.pdserve.rpc.v1.SequenceUpdate\x12(\n\x04load\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\x12\n\x10GetStatusRequest\"?\n\x11GetStatusResponse\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerInfo2\x8c\x03\n\x06Worker\x12G\n\x06Submit\x12\x1d.pdserve.rpc.v1.SubmitRequest\x1a\x1e.pdserve.rpc.v1.SubmitResponse\x12V\n\x0bPlaceDecode\x12\".pdserve.rpc.v1.PlaceDecodeRequest\x1a#.pdserve.rpc.v1.PlaceDecodeResponse\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12\x46\n\x06Stream\x12\x1d.pdserve.rpc.v1.StreamRequest\x1a\x1b.pdserve.rpc.v1.StreamBatch0\x01\x12P\n\tGetStatus\x12 .pdserve.rpc.v1.GetStatusRequest\x1a!.pdserve.rpc.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,31 +50,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCELRESPONSE']._serialized_start=644
   _globals['_CANCELRESPONSE']._serialized_end=679
   _globals['_RESUME']._serialized_start=681
-  _globals['_RESUME']._serialized_end=746
-  _globals['_STREAMREQUEST']._serialized_start=748
-  _globals['_STREAMREQUEST']._serialized_end=822
-  _globals['_FINISHED']._serialized_start=824
-  _globals['_FINISHED']._serialized_end=926
-  _globals['_RETURNED']._serialized_start=929
-  _globals['_RETURNED']._serialized_end=1194
-  _globals['_RETURNED_REASON']._serialized_start=1007
-  _globals['_RETURNED_REASON']._serialized_end=1194
-  _globals['_NEEDSPLACEMENT']._serialized_start=1196
-  _globals['_NEEDSPLACEMENT']._serialized_end=1314
-  _globals['_FAILED']._serialized_start=1316
-  _globals['_FAILED']._serialized_end=1371
-  _globals['_STAGETIMES']._serialized_start=1374
-  _globals['_STAGETIMES']._serialized_end=1762
-  _globals['_SEQUENCEUPDATE']._serialized_start=1765
-  _globals['_SEQUENCEUPDATE']._serialized_end=2248
-  _globals['_HANDEDOFF']._serialized_start=2250
-  _globals['_HANDEDOFF']._serialized_end=2285
-  _globals['_STREAMBATCH']._serialized_start=2288
-  _globals['_STREAMBATCH']._serialized_end=2434
-  _globals['_GETSTATUSREQUEST']._serialized_start=2436
-  _globals['_GETSTATUSREQUEST']._serialized_end=2454
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2456
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2519
-  _globals['_WORKER']._serialized_start=2522
-  _globals['_WORKER']._serialized_end=2918
+  _globals['_RESUME']._serialized_end=776
+  _globals['_STREAMREQUEST']._serialized_start=778
+  _globals['_STREAMREQUEST']._serialized_end=852
+  _globals['_FINISHED']._serialized_start=854
+  _globals['_FINISHED']._serialized_end=956
+  _globals['_RETURNED']._serialized_start=959
+  _globals['_RETURNED']._serialized_end=1224
+  _globals['_RETURNED_REASON']._serialized_start=1037
+  _globals['_RETURNED_REASON']._serialized_end=1224
+  _globals['_NEEDSPLACEMENT']._serialized_start=1226
+  _globals['_NEEDSPLACEMENT']._serialized_end=1344
+  _globals['_FAILED']._serialized_start=1346
+  _globals['_FAILED']._serialized_end=1401
+  _globals['_STAGETIMES']._serialized_start=1404
+  _globals['_STAGETIMES']._serialized_end=1792
+  _globals['_PROMPTLOGPROBS']._serialized_start=1794
+  _globals['_PROMPTLOGPROBS']._serialized_end=1882
+  _globals['_SEQUENCEUPDATE']._serialized_start=1885
+  _globals['_SEQUENCEUPDATE']._serialized_end=2409
+  _globals['_HANDEDOFF']._serialized_start=2411
+  _globals['_HANDEDOFF']._serialized_end=2446
+  _globals['_STREAMBATCH']._serialized_start=2449
+  _globals['_STREAMBATCH']._serialized_end=2595
+  _globals['_GETSTATUSREQUEST']._serialized_start=2597
+  _globals['_GETSTATUSREQUEST']._serialized_end=2615
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2617
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2680
+  _globals['_WORKER']._serialized_start=2683
+  _globals['_WORKER']._serialized_end=3079
 # @@protoc_insertion_point(module_scope)

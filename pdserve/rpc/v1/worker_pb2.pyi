@@ -214,20 +214,24 @@ class Resume(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    NEXT_PROMPT_POSITION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     next_index: _builtins.int
     """The first output index the front does not have."""
+    next_prompt_position: _builtins.int
+    """The first prompt position whose log-probabilities the front does not have."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         next_index: _builtins.int = ...,
+        next_prompt_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "next_index", b"next_index", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "next_index", b"next_index", "next_prompt_position", b"next_prompt_position", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,6 +466,32 @@ class StageTimes(_message.Message):
 Global___StageTimes: _TypeAlias = StageTimes  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """A piece of a prompt's log-probabilities: bounded, so that the tokens of others never wait for a long one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Position in the prompt of logprobs[0], at least 1."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]: ...
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class SequenceUpdate(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -477,15 +507,13 @@ class SequenceUpdate(_message.Message):
     NEEDS_PLACEMENT_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
-    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     decode_attempt: _builtins.int
     """Zero from a prefill worker."""
     first_index: _builtins.int
     """Output index of token_ids[0]."""
-    sample_index: _builtins.int
-    """Which of the n samples."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -504,6 +532,10 @@ class SequenceUpdate(_message.Message):
     def handed_off(self) -> Global___HandedOff:
         """The decode worker took the request over: the prefill worker is done with it."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """All of them come before the first token."""
+
     def __init__(
         self,
         *,
@@ -519,11 +551,11 @@ class SequenceUpdate(_message.Message):
         needs_placement: Global___NeedsPlacement | None = ...,
         failed: Global___Failed | None = ...,
         handed_off: Global___HandedOff | None = ...,
-        sample_index: _builtins.int = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "needs_placement", b"needs_placement", "outcome", b"outcome", "returned", b"returned", "times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "needs_placement", b"needs_placement", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "returned", b"returned", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_attempt", b"decode_attempt", "failed", b"failed", "finished", b"finished", "first_index", b"first_index", "handed_off", b"handed_off", "logprobs", b"logprobs", "needs_placement", b"needs_placement", "outcome", b"outcome", "request_id", b"request_id", "returned", b"returned", "sample_index", b"sample_index", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_attempt", b"decode_attempt", "failed", b"failed", "finished", b"finished", "first_index", b"first_index", "handed_off", b"handed_off", "logprobs", b"logprobs", "needs_placement", b"needs_placement", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "returned", b"returned", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["finished", "returned", "needs_placement", "failed", "handed_off"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

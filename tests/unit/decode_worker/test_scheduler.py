@@ -39,7 +39,7 @@ def test_a_first_token_that_ends_the_output_is_refused():
     request = make_request("a", 10, max_tokens=1)
     bench.reserve(request)
     with pytest.raises(InvalidField):
-        bench.scheduler.start(rid("a"), 1, 5)
+        bench.scheduler.start(rid("a"), 1, {0: 5})
 
 
 def test_a_grant_covers_prompt_and_growth_and_holds_it_at_once():
@@ -166,7 +166,7 @@ def test_a_reservation_goes_before_an_older_running_sequence():
     ]
     assert bench.scheduler.counters.preemptions == 0
     with pytest.raises(StaleAttempt):
-        bench.scheduler.start(rid("young"), 1, 5)
+        bench.scheduler.start(rid("young"), 1, {0: 5})
     with pytest.raises(StaleAttempt):
         bench.scheduler.block_table(rid("young"), 1)
     assert not bench.scheduler.release_reservation(rid("young"), 1)
@@ -219,7 +219,7 @@ def test_a_newer_attempt_replaces_an_older_one_at_any_stage(stage: Stage):
     request = make_request("a", 100, attempt=2)
     bench.run_landed(request)
     with pytest.raises(StaleAttempt):
-        bench.scheduler.start(rid("a"), 1, 5)
+        bench.scheduler.start(rid("a"), 1, {0: 5})
     for attempt in (1, 2):
         stale = make_request("a", 100, attempt=attempt)
         with pytest.raises(StaleAttempt):
@@ -281,7 +281,7 @@ def test_a_reservation_is_released_and_started_once():
     grant = bench.reserve(request)
     bench.land(request, grant)
     with pytest.raises(StaleAttempt):
-        bench.scheduler.start(rid("a"), 1, 5)
+        bench.scheduler.start(rid("a"), 1, {0: 5})
     assert not bench.scheduler.release_reservation(rid("a"), 1)
 
 

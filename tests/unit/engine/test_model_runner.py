@@ -19,6 +19,7 @@ from tests.support.generation import (
     make_slice,
     run_slices,
 )
+from tests.support.kv import whole_blocks
 
 PROMPT = list(range(20, 60))
 ENGINE = EngineConfig(model="")
@@ -88,10 +89,10 @@ def test_kv_of_another_model_is_refused(runner: ModelRunner) -> None:
 
 def refused(runner: ModelRunner, request: Request, blocks: list[int], message: str) -> None:
     tokens = request.token_ids
-    before = runner.kv.pack([BlockId(block) for block in range(16)], range(2))
+    before = runner.kv.pack(whole_blocks(runner.kv, range(16)))
     with pytest.raises(ValueError, match=message):
         run_slices(runner, make_slice(request, tokens, 0, len(tokens), blocks))
-    after = runner.kv.pack([BlockId(block) for block in range(16)], range(2))
+    after = runner.kv.pack(whole_blocks(runner.kv, range(16)))
     assert torch.equal(before, after)
 
 

@@ -109,3 +109,54 @@ def test_a_front_that_never_comes_back_leaves_nothing() -> None:
     log.expire()
     assert not log.has_news(FRONT)
     assert len(log) == 0
+
+
+def scores(first_position: int, count: int, num_top: int = 0) -> worker_pb2.SequenceUpdate:
+    top = [types_pb2.TopLogprob(token_id=1, logprob=-1.0)] * num_top
+    logprobs = [
+        types_pb2.TokenLogprob(token_id=first_position + offset, logprob=-0.5, top=top)
+        for offset in range(count)
+    ]
+    piece = worker_pb2.PromptLogprobs(first_position=first_position, logprobs=logprobs)
+    return make_update(0, prompt_logprobs=piece)
+
+
+def test_D12_a_long_prompt_s_scores_leave_in_pieces_before_its_first_token() -> None:
+    log = TokenLog(ManualClock())
+    log.append(FRONT, scores(1, 400, num_top=20))
+    log.append(FRONT, make_update(0, 7))
+    pieces = []
+    while log.has_news(FRONT):
+        (update,) = log.take(FRONT)
+        pieces.append(update)
+    assert [list(update.token_ids) for update in pieces[:-1]] == [[]] * (len(pieces) - 1)
+    assert list(pieces[-1].token_ids) == [7]
+    positions = [
+        piece.prompt_logprobs.first_position + offset
+        for piece in pieces[:-1]
+        for offset in range(len(piece.prompt_logprobs.logprobs))
+    ]
+    assert positions == list(range(1, 401))
+    assert all(piece.ByteSize() < 64 * 1024 for piece in pieces)
+
+
+def test_a_long_prompt_s_scores_do_not_hold_up_another_request() -> None:
+    log = TokenLog(ManualClock())
+    log.append(FRONT, scores(1, 400, num_top=20))
+    other = make_update(0, 5)
+    other.request_id = "other"
+    log.append(FRONT, other)
+    assert [update.request_id for update in log.take(FRONT)] == ["r", "other"]
+
+
+def test_a_resumed_stream_gets_the_scores_that_it_lacks() -> None:
+    log = TokenLog(ManualClock())
+    log.append(FRONT, scores(1, 10))
+    log.take(FRONT)
+    log.resume(
+        FRONT,
+        [worker_pb2.Resume(request_id="r", attempt=1, next_index=0, next_prompt_position=7)],
+    )
+    (update,) = log.take(FRONT)
+    assert update.prompt_logprobs.first_position == 7
+    assert len(update.prompt_logprobs.logprobs) == 4

@@ -72,7 +72,7 @@ class DecodeNode(Node):
             geometry=GEOMETRY,
             config=CONFIG,
             reserver=Reserver(self),
-            link_endpoint=LinkEndpoint(host="sim", port=1, token=b"t"),
+            link_endpoints=(LinkEndpoint(host="sim", port=1, token=b"t"),),
             mint_id=lambda: ReservationId(rng.randbytes(16)),
             clock=self.clock,
         )
@@ -137,7 +137,8 @@ class DecodeNode(Node):
     def _scatter(self, action: Scatter) -> None:
         request, _, blocks = self.reserved[action.reservation_id]
         frame = action.frame
-        for position in range(frame.first_block, frame.first_block + frame.num_blocks):
+        size = GEOMETRY.block_size
+        for position in range(frame.first_token // size, -(-frame.end_token // size)):
             assert self.owner_by_block[blocks[position]] == action.reservation_id
             is_right = action.landed.is_intact
             self.content[blocks[position]] = (request.request_id if is_right else "bad", position)
@@ -147,7 +148,7 @@ class DecodeNode(Node):
         request, _, blocks = self.reserved.pop(action.reservation_id)
         for position, block in enumerate(blocks):
             assert self.content[block] == (request.request_id, position), "started with wrong KV"
-        assert action.first_token.token_id == token_of(request)
+        assert [token.token_id for token in action.first_tokens] == [token_of(request)]
         running = Running(request, action.envelope.decode_attempt, blocks)
         self.running[action.reservation_id] = running
         self.world.deliver(
@@ -174,7 +175,7 @@ class DecodeNode(Node):
         call_id = self._keep(reply)
         self.execute(
             self.handoffs.commit(
-                call_id, action.envelope, action.first_token, action.manifest_digest
+                call_id, action.envelope, action.first_tokens, action.manifest_digest
             )
         )
 

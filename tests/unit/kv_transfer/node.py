@@ -91,6 +91,7 @@ class Node:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             compatibility_digest=GEOMETRY.digest(),
+            shape=GEOMETRY.shape,
         )
 
     def start(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from kv_transfer.decode_side import DecodeHandoffs
 from kv_transfer.events import FrameLanded, LinkId
+from kv_transfer.lanes import make_pair
 from kv_transfer.plan import make_manifest
 from kv_transfer.prefill_side import PrefillHandoff
 from kv_transfer.protocol import (
@@ -51,16 +52,19 @@ REQUEST = Request(
     handoff_id=HandoffId("h"),
     tenant_salt=b"tenant",
 )
-MANIFEST = make_manifest(GEOMETRY, NUM_TOKENS, 0, 32)
+PAIR = make_pair(GEOMETRY, GEOMETRY)
+MANIFEST = make_manifest(PAIR, NUM_TOKENS, 0, 32)
 PREFILL = Identity(
     worker_id=WorkerId("p"),
     incarnation=Incarnation(1),
     compatibility_digest=GEOMETRY.digest(),
+    shape=GEOMETRY.shape,
 )
 DECODE = Identity(
     worker_id=WorkerId("d"),
     incarnation=Incarnation(2),
     compatibility_digest=GEOMETRY.digest(),
+    shape=GEOMETRY.shape,
 )
 ENDPOINT = LinkEndpoint(host="127.0.0.1", port=1, token=b"t")
 LINK = LinkId(PREFILL.incarnation, 1)
@@ -81,9 +85,11 @@ def grant(number: int = 1) -> Grant:
         reservation_id=ReservationId(b"res%d" % number),
         num_cached_tokens=0,
         manifest_digest=MANIFEST.digest,
-        link=ENDPOINT,
+        links=(ENDPOINT,),
         lease_s=9.0,
         frame_tokens=32,
+        decode_shape=GEOMETRY.shape,
+        wire_dtype="float32",
     )
 
 
@@ -100,7 +106,7 @@ def make_decode(clock: ManualClock, reserver: BlockReserver) -> DecodeHandoffs:
         geometry=GEOMETRY,
         config=CONFIG,
         reserver=reserver,
-        link_endpoint=ENDPOINT,
+        link_endpoints=(ENDPOINT,),
         mint_id=lambda: ReservationId(b"res%d" % next(numbers)),
         clock=clock,
     )

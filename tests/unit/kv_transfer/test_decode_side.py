@@ -77,7 +77,7 @@ def reason(answer: Grant | Refusal) -> RefusalReason:
 
 def commit(decode: DecodeHandoffs, call_id: int = 5, reservation: int = 1) -> list[DecodeAction]:
     sent = envelope(reservation=reservation)
-    return decode.commit(call_id, sent, TOKEN, MANIFEST.digest)
+    return decode.commit(call_id, sent, (TOKEN,), MANIFEST.digest)
 
 
 def land(decode: DecodeHandoffs, index: int) -> list[DecodeAction]:
@@ -189,7 +189,7 @@ def test_commit_and_frames_start_the_sequence_in_either_order(
         actions = commit(decode)
     start, answer = actions
     assert isinstance(start, Start)
-    assert start.first_token == TOKEN
+    assert start.first_tokens == (TOKEN,)
     assert answer == AnswerCommit(call_id=5, answer=Acknowledged())
     assert decode.num_reservations == 0
     assert reserver.released == []
@@ -219,7 +219,7 @@ def test_A8_commits_for_unknown_or_altered_reservations_are_aborted(
         {"tenant_salt_digest": b"other"},
     ):
         sent = replace(envelope(reservation=1), **change)  # type: ignore[arg-type]
-        aborted(decode.commit(5, sent, TOKEN, MANIFEST.digest))
+        aborted(decode.commit(5, sent, (TOKEN,), MANIFEST.digest))
     assert decode.num_reservations == 1
 
 
@@ -237,7 +237,7 @@ def test_A8_a_consumed_handoff_cannot_be_used_again(
 def test_two_different_first_tokens_abort(decode: DecodeHandoffs) -> None:
     be_committed(decode)
     other = FirstToken(token_id=8, output_index=0)
-    actions = decode.commit(6, envelope(reservation=1), other, MANIFEST.digest)
+    actions = decode.commit(6, envelope(reservation=1), (other,), MANIFEST.digest)
     assert len([action for action in actions if isinstance(action, AnswerCommit)]) == 2
     assert decode.num_reservations == 0
 
@@ -246,7 +246,7 @@ def test_a_commit_for_another_manifest_aborts(
     decode: DecodeHandoffs, reserver: FakeReserver
 ) -> None:
     receive_all(decode)
-    aborted(decode.commit(5, envelope(reservation=1), TOKEN, b"other"))
+    aborted(decode.commit(5, envelope(reservation=1), (TOKEN,), b"other"))
     assert reserver.released == [RESERVATION]
 
 
@@ -317,6 +317,7 @@ RESTARTED = Identity(
     worker_id=PREFILL.worker_id,
     incarnation=Incarnation(11),
     compatibility_digest=PREFILL.compatibility_digest,
+    shape=PREFILL.shape,
 )
 
 

@@ -282,7 +282,7 @@ def test_a_link_that_died_is_replaced_under_the_next_epoch(
     pool.push(peer_of(receiver), outgoing(0))
     receiver.release_slot(arrivals.landed())
     departures.sent()
-    pool._links[D].end("broken by the test")
+    pool._links[D, 0].end("broken by the test")
     assert departures.down().link.epoch == 1
     assert arrivals.down().link.epoch == 1
     pool.push(peer_of(receiver), outgoing(1))
@@ -298,7 +298,7 @@ def test_landed_frames_outlive_their_link(
     pool.push(peer_of(receiver), frame)
     landed = arrivals.landed()
     departures.sent()
-    pool._links[D].end("broken by the test")
+    pool._links[D, 0].end("broken by the test")
     arrivals.down()
     assert torch.equal(receiver.payload(landed), frame.payload)
     receiver.release_slot(landed)
@@ -315,7 +315,7 @@ def test_the_least_recently_used_idle_link_makes_room(
         pool.push(peer_of(receiver, incarnation), outgoing(0))
         receiver.release_slot(arrivals.landed())
         departures.sent()
-        wait_until(pool._links[incarnation].is_idle.__bool__)
+        wait_until(pool._links[incarnation, 0].is_idle.__bool__)
     assert [link.peer for link in pool.links()] == incarnations[1:]
     wait_until(lambda: receivers[0].links() == ())
     assert arrivals.is_empty
@@ -336,7 +336,7 @@ def test_dead_links_leave_no_thread_no_descriptor_and_no_ring(arrivals: Inbox) -
             landed = arrivals.landed()
             departures.sent()
             if number % 2:
-                pool._links[D].end("broken by the test")
+                pool._links[D, 0].end("broken by the test")
                 arrivals.down()
                 departures.down()
             receiver.release_slot(landed)

@@ -17,7 +17,7 @@ def push(peer: int, index: int, reservation: bytes = b"r") -> PushFrame:
 
 def taken(outbox: FrameOutbox, *full: int) -> list[tuple[int, int]]:
     order = []
-    while (action := outbox.take(lambda peer: peer not in full)) is not None:
+    while (action := outbox.take(lambda ends: ends.peer not in full)) is not None:
         order.append((int(action.target.incarnation), action.frame.index))
     return order
 

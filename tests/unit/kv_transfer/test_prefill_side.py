@@ -106,7 +106,7 @@ def test_the_commit_goes_out_with_the_token_before_the_frames_are_through(
     actions = handoff.sampled(TOKEN, is_finished=False)
     assert pushed(actions) == [2, 3]
     assert isinstance(actions[-1], SendCommit)
-    assert actions[-1].first_token == TOKEN
+    assert actions[-1].first_tokens == (TOKEN,)
     assert actions[-1].envelope.reservation_id == b"res1"
 
 

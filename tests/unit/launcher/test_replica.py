@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from launcher.place import LocalPlace
 from launcher.replica import Replica
 from launcher.supervision import LeaseWatch
 
@@ -17,7 +18,9 @@ def replicas() -> Iterator[list[Replica]]:
 
 
 def python(code: str, lines: list[str], replicas: list[Replica], **watch: object) -> Replica:
-    replica = Replica("r0", [sys.executable, "-c", code], {}, lines.append, **watch)  # type: ignore[arg-type]
+    replica = Replica(
+        "r0", [sys.executable, "-c", code], {}, lines.append, place=LocalPlace(), **watch
+    )  # type: ignore[arg-type]
     replicas.append(replica)
     replica.start()
     return replica
@@ -81,4 +84,34 @@ def test_C9_frozen_child_is_killed(replicas: list[Replica]) -> None:
 
 
 def test_killing_what_never_started_does_nothing() -> None:
-    Replica("r0", ["nothing"], {}, lambda _: None).kill()
+    Replica("r0", ["nothing"], {}, lambda _: None, place=LocalPlace()).kill()
+
+
+def test_retired_child_drains_and_is_not_started_again(replicas: list[Replica]) -> None:
+    replica = python("import time; time.sleep(60)", [], replicas)
+    replica.retire(time.monotonic() + 60)
+    wait_end(replica)
+    replica.revive(time.monotonic() + 1000)
+    assert replica.is_retiring
+    assert replica.num_restarts == 0
+    assert replica.pid is None
+
+
+def test_retired_child_that_overstays_is_killed(replicas: list[Replica]) -> None:
+    lines: list[str] = []
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('deaf', flush=True); time.sleep(60)"
+    )
+    replica = python(code, lines, replicas)
+    deadline_s = time.monotonic() + 10
+    while "[r0] deaf" not in lines:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    now_s = time.monotonic()
+    replica.retire(now_s + 5)
+    replica.revive(now_s + 4)
+    assert replica.poll() is None
+    replica.revive(now_s + 6)
+    assert replica.poll() == -9
+    assert "r0 overstays its drain: killing it" in lines

@@ -111,3 +111,13 @@ def test_router_reads_its_keys_back_and_workers_get_none() -> None:
 
 def test_each_role_has_its_own_module() -> None:
     assert role_command("prefill-worker")[1:] == ("-m", "launcher.roles.prefill_worker")
+
+
+def test_A15_the_pools_may_differ_in_their_numbers_of_ranks() -> None:
+    engine = replace(CONFIG.engine, tensor_parallel=2)
+    config = replace(CONFIG, engine=engine, decode_tensor_parallel=1, decode_pipeline_parallel=3)
+    shapes = {
+        worker.role: (worker.engine.tensor_parallel, worker.engine.pipeline_parallel)
+        for worker in worker_configs(config, SITE)
+    }
+    assert shapes == {Role.PREFILL: (2, 1), Role.DECODE: (1, 3)}

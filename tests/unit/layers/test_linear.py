@@ -1,10 +1,11 @@
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from pdserve.errors import ConfigError
 from pdserve.layers import linear as linear_module
-from pdserve.layers.linear import Linear, LinearBackend, choose_backend, self_test
+from pdserve.layers.linear import Linear, LinearBackend, check_cuts, choose_backend, self_test
 
 SHAPES = [(128, 64), (64, 64), (72, 200), (384, 72), (1536, 576)]
 PLAIN = LinearBackend(is_packed=False)
@@ -115,3 +116,22 @@ def test_plain_products_take_over_where_weights_cannot_be_packed(
     weight, rows_in = random(128, 64), random(64, 64)
     linear = Linear(weight, None, backend)
     assert torch.equal(linear(rows_in[:1]), linear(rows_in)[:1])
+
+
+def test_A15_a_share_of_the_outputs_is_computed_as_with_all_the_others() -> None:
+    backend = choose_backend(torch.float32, [(96, 64), (48, 64)])
+    check_cuts(torch.float32, [(96, 48, 64), (391, 98, 64)], backend)
+
+
+def test_a_cpu_on_which_the_number_of_outputs_matters_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exact = Linear.__call__
+
+    def rounding_by_width(self: Linear, x: Tensor) -> Tensor:
+        y = exact(self, x)
+        return y * (1 + y.shape[1] * 1e-5)
+
+    monkeypatch.setattr(Linear, "__call__", rounding_by_width)
+    with pytest.raises(ConfigError, match=r"tensor_parallel: .* \(48 of 96\)"):
+        check_cuts(torch.float32, [(96, 48, 64)], LinearBackend(is_packed=False))

@@ -18,9 +18,9 @@ def test_a_prompt_is_computed_and_its_next_token_sampled():
     request = make_request("a", 10)
     bench.scheduler.submit(request)
     (progress,) = bench.step()
-    assert progress.sampled is not None
+    assert progress.samples
     assert (progress.num_computed, progress.output_index) == (10, 0)
-    assert progress.sampled.token_id == expected_output(request)[0]
+    assert progress.samples[0].token.token_id == expected_output(request)[0]
     assert bench.scheduler.stage_of(rid("a")) is Stage.HELD
 
 
@@ -36,8 +36,8 @@ def test_no_step_exceeds_its_budget_and_the_chunks_give_the_same_token(budget: i
         assert plan is not None
         assert 0 < plan.num_tokens <= budget
         for progress in bench.scheduler.complete_step(plan, bench.runner.run(plan)):
-            if progress.sampled is not None:
-                tokens[progress.request_id] = progress.sampled.token_id
+            if progress.samples:
+                tokens[progress.request_id] = progress.samples[0].token.token_id
     assert tokens == {request.request_id: expected_output(request)[0] for request in requests}
 
 
@@ -63,7 +63,7 @@ def test_a_long_prompt_does_not_hold_up_what_fits_beside_its_last_chunk():
     bench.scheduler.submit(make_request("long", 100))
     bench.scheduler.submit(make_request("short", 20))
     assert [p.request_id for p in bench.step()] == ["long"]
-    assert [p.request_id for p in bench.step() if p.sampled] == ["long", "short"]
+    assert [p.request_id for p in bench.step() if p.samples] == ["long", "short"]
 
 
 def test_a_prefix_hit_is_not_computed_again():
@@ -77,8 +77,8 @@ def test_a_prefix_hit_is_not_computed_again():
     assert plan is not None
     assert plan.slices[0].start == bench.scheduler.num_cached_tokens(rid("b")) == 8
     (progress,) = bench.scheduler.complete_step(plan, bench.runner.run(plan))
-    assert progress.sampled is not None
-    assert progress.sampled.token_id == expected_output(second)[0]
+    assert progress.samples
+    assert progress.samples[0].token.token_id == expected_output(second)[0]
     assert bench.scheduler.counters.prefix_cache_hits == 8
     assert bench.scheduler.counters.prefix_cache_queries == 12 + 13
     assert bench.scheduler.counters.prompt_tokens == 12 + 5
@@ -103,7 +103,7 @@ def test_the_last_token_is_computed_even_if_all_of_the_prompt_is_cached(num_toke
     bench.scheduler.submit(make_request("b", prompt))
     second = bench.run_until_held("b")
     assert bench.scheduler.num_cached_tokens(rid("b")) == (num_tokens - 1) // 4 * 4
-    assert first.sampled == second.sampled
+    assert first.samples[0].token == second.samples[0].token
 
 
 def test_tenants_share_no_prefix():
@@ -124,7 +124,7 @@ def test_held_blocks_make_the_next_prompt_wait_until_they_are_released():
     assert not bench.scheduler.has_work
     assert (bench.scheduler.num_held, bench.scheduler.load().num_waiting) == (1, 1)
     bench.scheduler.release(rid("a"), 1)
-    assert bench.run_until_held("b").sampled is not None
+    assert bench.run_until_held("b").samples
 
 
 def test_a_large_prompt_at_the_head_is_not_passed_by_small_ones_for_ever():
@@ -153,19 +153,19 @@ def test_a_resumed_request_samples_the_token_after_those_the_client_has():
     output = expected_output(request)
     bench.scheduler.submit(continue_request(request, output[:7]))
     progress = bench.run_until_held("a")
-    assert progress.sampled is not None
+    assert progress.samples
     assert (progress.attempt, progress.output_index) == (2, 7)
-    assert progress.sampled.token_id == output[7]
+    assert progress.samples[0].token.token_id == output[7]
 
 
 def test_a_token_that_ends_the_output_says_so():
     bench = PrefillBench()
     request = make_request("a", 9, max_tokens=1)
     bench.scheduler.submit(request)
-    assert bench.run_until_held("a").finish_reason is FinishReason.LENGTH
+    assert bench.run_until_held("a").samples[0].finish_reason is FinishReason.LENGTH
     stop = expected_output(request)[0]
     bench.scheduler.submit(make_request("b", request.token_ids, stop_token_ids=(stop,)))
-    assert bench.run_until_held("b").finish_reason is FinishReason.STOP
+    assert bench.run_until_held("b").samples[0].finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize("stage", [Stage.WAITING, Stage.COMPUTING, Stage.HELD])
@@ -291,7 +291,7 @@ def test_A1_random_submits_cancels_and_releases_leave_no_block_behind(seed: int)
         request = make_request(f"r{index}", tuple(rng.randrange(2) for _ in range(size)))
         bench.scheduler.submit(request)
         for progress in bench.step():
-            if progress.sampled is not None:
+            if progress.samples:
                 held.add(progress.request_id)
         if rng.random() < 0.3:
             name = rid(f"r{rng.randrange(index + 1)}")
@@ -300,7 +300,7 @@ def test_A1_random_submits_cancels_and_releases_leave_no_block_behind(seed: int)
         if held and rng.random() < 0.5:
             bench.scheduler.release(held.pop(), 1)
     while bench.scheduler.has_work or held:
-        held |= {progress.request_id for progress in bench.step() if progress.sampled}
+        held |= {progress.request_id for progress in bench.step() if progress.samples}
         if held:
             bench.scheduler.release(held.pop(), 1)
     bench.assert_idle()

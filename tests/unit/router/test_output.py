@@ -3,9 +3,9 @@ import pytest
 from pdserve.detokenizer import TokenTable
 from pdserve.request import FinishReason, SamplingParams
 from pdserve.rpc.v1 import types_pb2, worker_pb2
+from router.attempt import Finish, Token
 from router.client_buffer import ClientBuffer, Ending
 from router.output import Delta, Output
-from router.request_state import Finish, Token
 from router.timing import RequestTimes
 
 TABLE = TokenTable(

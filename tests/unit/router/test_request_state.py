@@ -14,8 +14,9 @@ from pdserve.request import (
     WorkerId,
 )
 from pdserve.rpc.v1 import types_pb2, worker_pb2
+from router.attempt import Cause, Finish, Phase, Placement
 from router.policy import WorkerKey
-from router.request_state import Cause, Finish, Phase, Placement, RequestState
+from router.request_state import RequestState
 
 PROMPT = (1, 2, 3)
 EOS = 99
@@ -353,3 +354,37 @@ def _attempt_update(
         attempt=state.attempt,
         decode_attempt=0 if high is None else state.decode_attempt,
     )
+
+
+def _scores(first_position: int, count: int, attempt: int = 1) -> worker_pb2.SequenceUpdate:
+    logprobs = [types_pb2.TokenLogprob(token_id=first_position + i) for i in range(count)]
+    update = _update(0, attempt=attempt)
+    update.prompt_logprobs.first_position = first_position
+    update.prompt_logprobs.logprobs.extend(logprobs)
+    return update
+
+
+def test_A14_prompt_scores_survive_a_retry_without_a_repeat_or_a_gap():
+    state = _placed(prompt_logprobs=2)
+    piece = state.take_prompt(P0, _scores(1, 1))
+    assert piece is not None
+    assert (piece.first_position, len(piece.logprobs)) == (1, 1)
+    assert not state.is_prompt_scored
+    state.lose_worker(P0)
+    again = state.begin_attempt(Placement(prefill=P1, decode=D0), None)
+    assert again.sampling.prompt_logprobs == 2
+    assert state.take_prompt(P0, _scores(2, 1)) is None
+    piece = state.take_prompt(P1, _scores(1, 2, attempt=2))
+    assert piece is not None
+    assert (piece.first_position, len(piece.logprobs)) == (2, 1)
+    assert state.is_prompt_scored
+
+
+def test_prompt_scores_that_are_there_are_not_asked_for_again():
+    state = _placed(prompt_logprobs=0)
+    state.take_prompt(P0, _scores(1, 2))
+    state.apply(P0, _update(0, 11))
+    state.give_up_attempt(Cause.RETURNED)
+    again = state.begin_attempt(Placement(prefill=P1, decode=D1), None)
+    assert again.sampling.prompt_logprobs is None
+    assert again.token_ids == (*PROMPT, 11)

@@ -105,7 +105,7 @@ async def test_D8_a_stop_string_cuts_text_ids_logprobs_and_usage_at_one_place(cl
         ("chat.messages[0].role", {"messages": [("robot", "hi")]}),
         ("sampling.temperature", {"temperature": math.nan}),
         ("sampling.top_p", {"top_p": 0.0}),
-        ("sampling.n", {"n": 2}),
+        ("sampling.n", {"n": 9}),
         ("sampling.max_tokens", {"max_tokens": 0}),
     ],
 )
@@ -365,11 +365,11 @@ async def test_E11_series_do_not_grow_with_requests(cluster):
 
     for _ in range(2):
         await generate(cluster, request_for(max_tokens=2))
-    await generate(cluster, request_for(n=3))
+    await generate(cluster, request_for(n=9))
     before = count()
     for number in range(5):
         await generate(cluster, request_for(request_id=f"r{number}", max_tokens=2))
-        await generate(cluster, request_for(n=3 + number))
+        await generate(cluster, request_for(n=9 + number))
     assert count() == before
 
 
@@ -402,7 +402,7 @@ async def test_C11_a_dead_worker_with_the_hottest_prefix_is_avoided_at_once(clus
         assert again.completion.timeline.decode_worker != timeline.decode_worker
 
 
-async def test_A17_workers_of_different_geometry_are_never_paired(text_folder):
+async def test_A17_workers_of_different_geometry_are_never_paired(text_folder, caplog):
     async with run_cluster(text_folder, no_worker_wait_s=0.1) as cluster:
         await cluster.add("p0", digest=b"one")
         await cluster.add("d0", digest=b"two")
@@ -410,6 +410,9 @@ async def test_A17_workers_of_different_geometry_are_never_paired(text_folder):
         result = await generate(cluster)
         assert isinstance(result.error, NoWorker)
         assert "compatible" in str(result.error)
+    warned = [one for one in caplog.records if one.message == "workers cannot be paired"]
+    assert len(warned) == 1
+    assert warned[0].differing == "layout or wire_version"
 
 
 async def test_a_burst_is_spread_before_any_worker_reports(cluster):

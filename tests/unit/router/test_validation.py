@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -32,18 +33,17 @@ REFUSED = [
     ("temperature", [NAN, INF, -INF, -0.1, -1e-300, 100.1, 1e308]),
     ("top_p", [NAN, INF, -INF, 0.0, -0.0, -1.0, 1.0000001, 2.0]),
     ("top_k", [-1, -(2**31)]),
-    ("min_p", [NAN, INF, 0.1, 1.0, -1.0]),
-    ("presence_penalty", [NAN, INF, 0.5, -2.0]),
-    ("frequency_penalty", [NAN, INF, 0.5, -2.0]),
-    ("repetition_penalty", [NAN, INF, 0.0, 1.1, -1.0]),
-    ("n", [0, -1, 2, 16_384, 2**31 - 1]),
+    ("min_p", [NAN, INF, 1.0000001, -1e-300, -1.0]),
+    ("presence_penalty", [NAN, INF, -INF, 2.0000001, -2.1]),
+    ("frequency_penalty", [NAN, INF, -INF, 2.0000001, -2.1]),
+    ("repetition_penalty", [NAN, INF, 0.0, 100.1, -1.0]),
+    ("n", [0, -1, 9, 16_384, 2**31 - 1]),
     ("max_tokens", [0, -1, -(2**63)]),
     ("min_tokens", [-1, 2**31, 2**63 - 1, 55]),
     ("logprobs", [-1, 21, 2**31 - 1]),
-    ("prompt_logprobs", [0, 1, 2**31 - 1]),
-    ("echo", [True]),
+    ("prompt_logprobs", [-1, 21, 2**31 - 1]),
     ("stop_token_ids", [[100], [2**32 - 1], [1] * 129]),
-    ("logit_bias", [{1: 1.0}, {1: NAN}]),
+    ("logit_bias", [{100: 1.0}, {2**32 - 1: 0.0}, dict.fromkeys(range(1025), 0.0)]),
 ]
 
 
@@ -68,6 +68,13 @@ ACCEPTED = [
     ("ignore_eos", [True, False]),
     ("skip_special_tokens", [True, False]),
     ("include_stop_in_output", [True, False]),
+    ("n", [1, 2, 8]),
+    ("min_p", [0.0, 1e-300, 1.0]),
+    ("presence_penalty", [-2.0, 0.0, 2.0]),
+    ("frequency_penalty", [-2.0, 0.0, 2.0]),
+    ("repetition_penalty", [0.01, 1.0, 100.0]),
+    ("prompt_logprobs", [0, 20]),
+    ("echo", [True, False]),
 ]
 
 
@@ -95,6 +102,28 @@ def vars_of(sampling) -> dict[str, object]:
 )
 def test_what_is_not_supported_may_be_given_its_neutral_value(name, neutral):
     assert _sampling(**{name: neutral}) == _sampling()
+
+
+@pytest.mark.parametrize("bias", [NAN, INF, -INF, 100.1, -101.0])
+def test_D4_a_bias_out_of_range_is_refused_by_its_token(bias):
+    with pytest.raises(InvalidField) as caught:
+        _sampling(logit_bias={7: 1.0, 3: bias})
+    assert caught.value.field == "sampling.logit_bias[3]"
+
+
+def test_biases_are_ordered_by_token():
+    assert _sampling(logit_bias={99: 100.0, 0: -100.0}).logit_bias == ((0, -100.0), (99, 100.0))
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "value"), [(2**18, 0), (2**17, 1), (12483, 20)])
+def test_D5_prompt_logprobs_are_bounded_by_prompt_length_times_entries(num_prompt_tokens, value):
+    wire = types_pb2.SamplingParams(prompt_logprobs=value)
+    limits = replace(LIMITS, max_model_len=2**20)
+    taken = check_sampling(wire, num_prompt_tokens, limits, lambda: 1)
+    assert taken.prompt_logprobs == value
+    with pytest.raises(InvalidField, match="at most 262144") as caught:
+        check_sampling(wire, num_prompt_tokens + 1, limits, lambda: 1)
+    assert caught.value.field == "sampling.prompt_logprobs"
 
 
 def test_defaults_are_filled_in():

@@ -1,0 +1,175 @@
+"""Carries out, on one rank, what the hand-off asks of its memory and links.
+
+The rank that runs the scheduler decides and names regions; each rank packs, sends, and unloads its
+own. Engine thread only: it alone reads and writes blocks.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
+from kv_transfer.plan import Frame
+from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.transport import FrameReceiver, FrameSender, LinkPeer, LinkStatus, OutgoingFrame
+from pdserve.cache.kv_region import KvRegion, make_region
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.request import BlockId, ReservationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShipFrame:
+    """Pack a region now and give the copy to a link."""
+
+    prefill_rank: int
+    peer: LinkPeer
+    reservation_id: ReservationId
+    frame_index: int
+    region: KvRegion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnloadFrame:
+    """Copy a landed frame into a region and free its slot."""
+
+    landed: FrameLanded
+    region: KvRegion
+
+
+class Shipper(Protocol):
+    """The memories and links of all ranks of a prefill worker."""
+
+    def has_room(self, ends: LinkEnds) -> bool:
+        """Says whether one more frame may be shipped between two ranks now."""
+        ...
+
+    def open(self, prefill_rank: int, peer: LinkPeer) -> None:
+        """Begins to make a link, if there is none, so that the first frame need not wait."""
+        ...
+
+    def ship(self, order: ShipFrame) -> None:
+        """Ships a frame; answered by FrameSent or LinkDown."""
+        ...
+
+    def take(self, event: FrameSent | LinkDown) -> None:
+        """Takes note of what a link reported, before the hand-off does."""
+        ...
+
+    def cancel(self, reservation_id: ReservationId) -> None:
+        """Drops queued frames of a reservation, silently."""
+        ...
+
+    def links(self) -> tuple[LinkStatus, ...]:
+        """Lists live links."""
+        ...
+
+    def close(self) -> None:
+        """Ends all links."""
+        ...
+
+
+class Unloader(Protocol):
+    """The memories and links of all ranks of a decode worker."""
+
+    def endpoints(self) -> tuple[LinkEndpoint, ...]:
+        """Returns where the ranks listen for links, in their order."""
+        ...
+
+    def unload(self, order: UnloadFrame) -> bool:
+        """Unloads a frame; False: it goes on elsewhere, and a FrameUnloaded tells of its end."""
+        ...
+
+    def reject(self, landed: FrameLanded) -> None:
+        """Frees the slot of a frame that must touch no block."""
+        ...
+
+    def links(self) -> tuple[LinkStatus, ...]:
+        """Lists live links."""
+        ...
+
+    def close(self) -> None:
+        """Ends all links and stops listening."""
+        ...
+
+
+class RankShipper:
+    """The `Shipper` of one rank."""
+
+    def __init__(self, kv: KvTensors, links: FrameSender) -> None:
+        """Keeps both."""
+        self._kv = kv
+        self._links = links
+
+    def has_room(self, ends: LinkEnds) -> bool:
+        """Says whether one more frame may be packed for a rank of a peer now."""
+        return self._links.has_room(ends.peer, ends.peer_rank)
+
+    def open(self, prefill_rank: int, peer: LinkPeer) -> None:
+        """Begins to make the link, if there is none."""
+        self._links.open(peer)
+
+    def take(self, event: FrameSent | LinkDown) -> None:
+        """Does nothing: these links know themselves what room they have."""
+
+    def ship(self, order: ShipFrame) -> None:
+        """Packs a region and pushes the copy."""
+        frame = OutgoingFrame(
+            reservation_id=order.reservation_id,
+            frame_index=order.frame_index,
+            payload=self._kv.pack(order.region),
+        )
+        self._links.push(order.peer, frame)
+
+    def cancel(self, reservation_id: ReservationId) -> None:
+        """Drops queued frames of a reservation, silently."""
+        self._links.cancel(reservation_id)
+
+    def links(self) -> tuple[LinkStatus, ...]:
+        """Lists live links."""
+        return self._links.links()
+
+    def close(self) -> None:
+        """Ends all links."""
+        self._links.close()
+
+
+class RankUnloader:
+    """The `Unloader` of one rank."""
+
+    def __init__(self, kv: KvTensors, links: FrameReceiver) -> None:
+        """Keeps both."""
+        self._kv = kv
+        self._links = links
+
+    def endpoints(self) -> tuple[LinkEndpoint, ...]:
+        """Returns where this rank listens for links."""
+        return (self._links.endpoint(),)
+
+    def unload(self, order: UnloadFrame) -> bool:
+        """Scatters at once."""
+        self._kv.scatter(order.region, self._links.payload(order.landed))
+        self._links.release_slot(order.landed)
+        return True
+
+    def reject(self, landed: FrameLanded) -> None:
+        """Frees the slot."""
+        self._links.release_slot(landed)
+
+    def links(self) -> tuple[LinkStatus, ...]:
+        """Lists live links."""
+        return self._links.links()
+
+    def close(self) -> None:
+        """Ends all links and stops listening."""
+        self._links.close()
+
+
+def region_of(frame: Frame, table: tuple[BlockId, ...], block_size: int) -> KvRegion:
+    """Finds a frame's place in a sequence's blocks."""
+    return make_region(
+        table=table,
+        block_size=block_size,
+        tokens=frame.tokens,
+        layers=frame.layers,
+        heads=frame.heads,
+        dtype=frame.dtype,
+    )

@@ -1,0 +1,107 @@
+"""The life of a rank that is not the first: it loads its part and does what rank 0 says."""
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.model import KvGeometry
+from pdserve.config.worker import WorkerConfig
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.step_codec import plan_from_wire
+from pdserve.rank.followers import Leader
+from pdserve.rank.inbox import ChannelLost, Inbox
+from pdserve.rank.loading import RankArguments, load_rank
+from pdserve.rank.outbox import Outbox
+from pdserve.request import Incarnation
+from pdserve.rpc.v1 import handoff_pb2, rank_pb2
+from pdserve.timeline import MonotonicClock
+
+IDLE_WAIT_S = 1.0
+
+
+class Follower(Protocol):
+    """What such a rank does with orders and its links' events."""
+
+    @property
+    def link(self) -> handoff_pb2.LinkEndpoint | None:
+        """Where it listens for links, on decode."""
+        ...
+
+    def handle(self, event: object) -> None:
+        """Takes an order of rank 0, or an event of a link."""
+        ...
+
+    def close(self) -> None:
+        """Ends all links."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowerContext:
+    """What a follower is built from."""
+
+    config: WorkerConfig
+    incarnation: Incarnation
+    rank: int
+    inbox: Inbox
+    geometry: KvGeometry
+    kv: KvTensors
+    compute: Callable[[rank_pb2.StepWork], None]
+    tell: Callable[[rank_pb2.FromFollower], None]
+    """Sends to rank 0."""
+
+
+BuildFollower = Callable[[FollowerContext], Follower]
+
+
+def follow(
+    config: WorkerConfig,
+    arguments: RankArguments,
+    inbox: Inbox,
+    outbox: Outbox,
+    build: BuildFollower,
+) -> None:
+    """Lives until rank 0 is gone.
+
+    Raises:
+        ConfigError: the user can mend it.
+        ChannelClosed: rank 0 or the face died while something was sent to it.
+    """
+    loaded = load_rank(config, arguments, MonotonicClock(), _say_nothing)
+    runner = ModelRunner(loaded.model, loaded.kv)
+    leader = Leader(arguments.rank_channels[0])
+
+    def compute(work: rank_pb2.StepWork) -> None:
+        runner.compute(plan_from_wire(work))
+
+    context = FollowerContext(
+        config=loaded.worker,
+        incarnation=arguments.incarnation,
+        rank=arguments.rank,
+        inbox=inbox,
+        geometry=loaded.geometry,
+        kv=loaded.kv,
+        compute=compute,
+        tell=leader.tell,
+    )
+    with closing(build(context)) as follower:
+        ready = rank_pb2.FollowerReady(link=follower.link)
+        leader.tell(rank_pb2.FromFollower(ready=ready))
+        leader.read_into(inbox)
+        outbox.send(rank_pb2.FromRank(ready=rank_pb2.RankReady(pid=os.getpid())))
+        _obey(follower, inbox)
+
+
+def _obey(follower: Follower, inbox: Inbox) -> None:
+    while True:
+        for event in inbox.drain(IDLE_WAIT_S):
+            if isinstance(event, ChannelLost):
+                return
+            follower.handle(event)
+
+
+def _say_nothing(name: str, seconds: float, detail: str) -> None:
+    """Rank 0 reports for all of them."""

@@ -1,0 +1,93 @@
+"""The other ranks of a replica, as rank 0 sees them, and rank 0 as they see it."""
+
+import threading
+from collections.abc import Sequence
+
+from pdserve.engine.batch import StepPlan
+from pdserve.engine.step_codec import plan_to_wire
+from pdserve.rank.inbox import ChannelLost, Inbox
+from pdserve.rpc.channel import BlockingChannel, ChannelClosed
+from pdserve.rpc.v1 import handoff_pb2, rank_pb2
+
+
+class Followers:
+    """Channels to ranks 1 and up. Sends on the engine thread only; what they tell is posted."""
+
+    def __init__(self, channels: Sequence[BlockingChannel]) -> None:
+        """Owns the channels, which are in the order of the ranks."""
+        self._channels = tuple(channels)
+
+    def wait_ready(self) -> tuple[handoff_pb2.LinkEndpoint, ...]:
+        """Waits until all have loaded; returns where decode ranks listen for links.
+
+        Raises:
+            ChannelClosed: one of them died; the face knows why.
+        """
+        endpoints = []
+        for channel in self._channels:
+            message = rank_pb2.FromFollower.FromString(channel.receive())
+            assert message.HasField("ready")
+            endpoints.append(message.ready.link)
+        return tuple(endpoints)
+
+    def read_into(self, inbox: Inbox) -> None:
+        """Starts to post what they tell. The death of one ends this rank, too."""
+        for channel in self._channels:
+            thread = threading.Thread(
+                target=_read, args=(channel, inbox), name="follower-reader", daemon=True
+            )
+            thread.start()
+
+    def announce(self, plan: StepPlan) -> None:
+        """Tells all of them what this rank computes now: they compute it with it.
+
+        Raises:
+            ChannelClosed: one of them died.
+        """
+        message = rank_pb2.ToFollower(step=plan_to_wire(plan)).SerializeToString()
+        for channel in self._channels:
+            channel.send(message)
+
+    def send(self, rank: int, message: rank_pb2.ToFollower) -> None:
+        """Sends an order to one of them.
+
+        Raises:
+            ChannelClosed: it died.
+        """
+        self._channels[rank - 1].send(message.SerializeToString())
+
+
+class Leader:
+    """The channel of another rank to rank 0."""
+
+    def __init__(self, channel: BlockingChannel) -> None:
+        """Owns the channel."""
+        self._channel = channel
+
+    def tell(self, message: rank_pb2.FromFollower) -> None:
+        """Sends.
+
+        Raises:
+            ChannelClosed: rank 0 is gone.
+        """
+        self._channel.send(message.SerializeToString())
+
+    def read_into(self, inbox: Inbox) -> None:
+        """Starts to post its orders."""
+
+        def read() -> None:
+            try:
+                while True:
+                    inbox.post(rank_pb2.ToFollower.FromString(self._channel.receive()))
+            except ChannelClosed:
+                inbox.post(ChannelLost())
+
+        threading.Thread(target=read, name="leader-reader", daemon=True).start()
+
+
+def _read(channel: BlockingChannel, inbox: Inbox) -> None:
+    try:
+        while True:
+            inbox.post(rank_pb2.FromFollower.FromString(channel.receive()))
+    except ChannelClosed:
+        inbox.post(ChannelLost())

@@ -1,0 +1,80 @@
+import pytest
+
+from launcher.pool import Drain, Member, Scale, SizePlan, check_order, plan_size
+from pdserve.errors import ConfigError
+from pdserve.request import Role
+
+
+def member(worker_id: str, *, is_draining: bool = False) -> Member:
+    return Member(
+        worker_id=worker_id,
+        role=Role(worker_id.rpartition("-")[0]),
+        face_pid=1,
+        num_restarts=0,
+        is_draining=is_draining,
+        record=None,
+    )
+
+
+POOLS = (member("prefill-0"), member("decode-0"), member("decode-1"))
+
+
+def scale(num_replicas: int, role: Role = Role.DECODE) -> Scale:
+    return Scale(role=role, num_replicas=num_replicas)
+
+
+def test_pool_grows_by_the_lowest_free_numbers() -> None:
+    members = (member("decode-0"), member("decode-2"))
+    assert plan_size(members, scale(4)) == SizePlan(added=("decode-1", "decode-3"))
+
+
+def test_pool_shrinks_by_the_highest_numbers() -> None:
+    members = tuple(member(f"decode-{i}") for i in (10, 9, 2))
+    assert plan_size(members, scale(1)) == SizePlan(retired=("decode-9", "decode-10"))
+
+
+def test_pool_of_the_right_size_stays() -> None:
+    assert plan_size(POOLS, scale(2)) == SizePlan()
+
+
+def test_name_of_one_that_still_drains_is_not_given_away() -> None:
+    members = (member("decode-0"), member("decode-1", is_draining=True))
+    assert plan_size(members, scale(2)) == SizePlan(added=("decode-2",))
+
+
+def test_other_pool_is_not_touched() -> None:
+    assert plan_size(POOLS, scale(3, Role.PREFILL)) == SizePlan(added=("prefill-1", "prefill-2"))
+
+
+def test_drain_retires_one_and_only_once() -> None:
+    assert plan_size(POOLS, Drain(worker_id="decode-0")) == SizePlan(retired=("decode-0",))
+    draining = (member("decode-0", is_draining=True), member("decode-1"))
+    assert plan_size(draining, Drain(worker_id="decode-0")) == SizePlan()
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (scale(0), "a decode pool needs a replica, got 0"),
+        (Drain(worker_id="prefill-0"), "prefill-0 is the last of the prefill pool"),
+    ],
+)
+def test_pool_that_would_be_empty_is_refused(order: Scale | Drain, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_order(POOLS, order)
+
+
+def test_last_that_does_not_drain_already_is_refused() -> None:
+    members = (member("decode-0"), member("decode-1", is_draining=True))
+    with pytest.raises(ConfigError, match="decode-0 is the last"):
+        check_order(members, Drain(worker_id="decode-0"))
+
+
+def test_pool_that_was_never_started_is_refused() -> None:
+    with pytest.raises(ConfigError, match="started without a prefill pool"):
+        check_order((member("decode-0"),), scale(1, Role.PREFILL))
+
+
+def test_unknown_replica_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        check_order(POOLS, Drain(worker_id="decode-7"))

@@ -1,0 +1,47 @@
+from dataclasses import replace
+
+import pytest
+
+from pdserve.registry.base import WorkerRecord
+from pdserve.request import Incarnation, Role, WorkerId
+from router.mismatch import find_mismatch
+
+SHOWN = (
+    "num_layers=2 num_kv_heads=4 head_dim=8 block_size=16 dtype=float32 "
+    "tensor_parallel=1 pipeline_parallel=1 model_revision=abc"
+)
+RECORD = WorkerRecord(
+    worker_id=WorkerId("p"),
+    role=Role.PREFILL,
+    incarnation=Incarnation(1),
+    address="a:1",
+    metrics_address="a:2",
+    state="ready",
+    compatibility_digest=b"x",
+    geometry=SHOWN,
+    model="m",
+    max_model_len=100,
+    total_blocks=10,
+    block_size=16,
+    face_pid=1,
+    rank_pids=(2,),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("num_layers=2", "num_layers=3"), "num_layers 2 and 3"),
+        (("head_dim=8", "head_dim=16"), "head_dim 8 and 16"),
+        (("model_revision=abc", "model_revision=def"), "model_revision abc and def"),
+        (("", ""), "layout or wire_version"),
+    ],
+)
+def test_A17_the_field_that_differs_is_named(change: tuple[str, str], expected: str) -> None:
+    other = replace(RECORD, compatibility_digest=b"y", geometry=SHOWN.replace(*change))
+    assert find_mismatch(RECORD, other) == expected
+
+
+def test_A15_workers_of_other_shapes_go_together() -> None:
+    other = replace(RECORD, geometry=SHOWN.replace("tensor_parallel=1", "tensor_parallel=2"))
+    assert find_mismatch(RECORD, other) is None
