@@ -28,7 +28,8 @@ class Cause(StrEnum):
     RETURNED = "returned"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Not frozen, as one is made per token: that takes three times as long.
+@dataclass(kw_only=True, slots=True)
 class Token:
     """One output token in its place."""
 

@@ -20,6 +20,39 @@ class Ending:
     error: PdserveError | None = None
 
 
+class Signal:
+    """An asyncio.Event for one waiter, at a third of its cost: it is set once per token."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        """Starts unset."""
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wakes the waiter, or lets the next wait return at once."""
+        self._is_set = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def clear(self) -> None:
+        """Makes the next wait wait."""
+        self._is_set = False
+
+    async def wait(self) -> None:
+        """Returns once it is set."""
+        if self._is_set:
+            return
+        assert self._waiter is None, "a signal has one waiter"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
 class ClientBuffer:
     """Between the reader of worker streams, who never waits, and one client's handler."""
 
@@ -36,7 +69,7 @@ class ClientBuffer:
         self._prompt: deque[inference_pb2.PromptChunk] = deque()
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
-        self._has_news = asyncio.Event()
+        self._has_news = Signal()
         self._on_cut: Callable[[], object] | None = None
         self.ending: Ending | None = None
 

@@ -7,8 +7,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve.errors import PdserveError
 from pdserve.metrics import (
-    FINE_ITL_BUCKETS_S,
-    ITL_BUCKETS_S,
     REQUEST_BUCKETS_S,
     TOKEN_COUNT_BUCKETS,
     TTFT_BUCKETS_S,
@@ -16,6 +14,7 @@ from pdserve.metrics import (
 from router.attempt import Cause
 from router.policy import Choice
 from router.timing import RequestTimes
+from router.token_metrics import TokenMetrics
 
 _LABELS = ("model_name", "engine", "role")
 
@@ -45,14 +44,11 @@ class RouterMetrics:
             "vllm:request_success", "Requests that ended by themselves.", "finished_reason"
         )
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self._generated = counter("vllm:generation_tokens", "Tokens streamed.")
+        self._tokens = TokenMetrics(_LABELS, self._values)
+        registry.register(self._tokens)
         self._running = self._gauge("vllm:num_requests_running", "Requests on a worker.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests without a worker.")
         self._ttft = self._pair("time_to_first_token_seconds", "First token.", TTFT_BUCKETS_S)
-        self._itl = (
-            self._histogram("vllm:inter_token_latency_seconds", "Gaps.", ITL_BUCKETS_S),
-            self._histogram("pdserve_inter_token_latency_seconds", "Gaps.", FINE_ITL_BUCKETS_S),
-        )
         self._e2e = self._pair("e2e_request_latency_seconds", "Whole request.", REQUEST_BUCKETS_S)
         self._queue = self._pair("request_queue_time_seconds", "Queues.", REQUEST_BUCKETS_S)
         self._prefill = self._pair("request_prefill_time_seconds", "Prefill.", REQUEST_BUCKETS_S)
@@ -71,10 +67,7 @@ class RouterMetrics:
 
     def note_tokens(self, count: int, gap_s: float | None) -> None:
         """Counts tokens of one message; `gap_s` is the time since the one before."""
-        self._generated.inc(count)
-        if gap_s is not None and count:
-            for histogram in self._itl:
-                histogram.observe(gap_s)
+        self._tokens.note(count, gap_s)
 
     def note_pick(self, choice: Choice) -> None:
         """Counts a placement."""

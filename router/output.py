@@ -26,8 +26,10 @@ class Delta:
 
     def num_bytes(self) -> int:
         """Returns about the bytes it takes in memory and on the wire."""
-        logprob_bytes = sum(16 + 12 * len(one.top) for one in self.logprobs)
-        return 64 + 4 * len(self.token_ids) + 4 * len(self.text) + logprob_bytes
+        num_bytes = 64 + 4 * len(self.token_ids) + 4 * len(self.text)
+        if self.logprobs:
+            num_bytes += sum(16 + 12 * len(one.top) for one in self.logprobs)
+        return num_bytes
 
     def extend(self, later: "Delta") -> None:
         """Appends the delta that follows this one."""

@@ -218,20 +218,23 @@ class RequestState:
         )
 
     def _take_tokens(self, update: worker_pb2.SequenceUpdate) -> list[Token]:
-        in_order = []
-        logprobs = update.logprobs
-        for offset, token_id in enumerate(update.token_ids):
-            index = update.first_index + offset
-            if index < self.next_index or len(self._early) >= MAX_EARLY_TOKENS:
+        in_order: list[Token] = []
+        new_ids = update.token_ids
+        if not new_ids:
+            return in_order
+        logprobs, first_index = update.logprobs, update.first_index
+        for offset, token_id in enumerate(new_ids):
+            index = first_index + offset
+            if index < len(self.token_ids) or len(self._early) >= MAX_EARLY_TOKENS:
                 continue
             logprob = logprobs[offset] if offset < len(logprobs) else None
             token = Token(index=index, token_id=token_id, logprob=logprob)
-            if index > self.next_index:
+            if index > len(self.token_ids):
                 self._early.setdefault(index, token)
                 continue
             in_order.append(token)
             self._append(token_id)
-            while self.finish is None and self.next_index in self._early:
+            while self._early and self.finish is None and self.next_index in self._early:
                 early = self._early.pop(self.next_index)
                 in_order.append(early)
                 self._append(early.token_id)

@@ -6,6 +6,7 @@ starting -> listening -> serving (health follows the pools) -> draining -> stopp
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import signal
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 EXIT_CONFIG = 2
+
+GC_THRESHOLDS = (20_000, 20, 100)
 
 _HEALTH_INTERVAL_S = 0.1
 _SETTLE_S = 1.0
@@ -290,6 +293,9 @@ async def serve(config: RouterConfig) -> None:
 def run(config: RouterConfig) -> int:
     """Runs one front in this process; returns the exit status (0 drained, 2 bad settings)."""
     configure_logging(fields={"process": "router"})
+    # Little of what is made per token lives long, and nothing of it is in cycles: at the usual 700
+    # objects a collection took 10 % of the time of a token.
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         uvloop.run(serve(config))
     except ConfigError as error:

@@ -14,7 +14,7 @@ from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.timeline import Clock
 from router.active import ActiveRequest
 from router.auth import authorization_of
-from router.intake import Intake, token_chunk
+from router.intake import Intake, set_chunk
 from router.output import Delta
 from router.tenants import Keyring, Tenant
 from router.worker_link import WorkerLink
@@ -93,19 +93,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         # follow (grpcio 1.8x, GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
         await context.send_initial_metadata(())
         active.buffer.interrupt_with(task.cancel)
-        request_id = active.call.request_id
-        sequence = 0
+        # One message for the whole stream: a write encodes it before it waits for anything, and a
+        # new one per token costs three times as much.
+        response = inference_pb2.GenerateResponse(request_id=active.call.request_id)
         try:
             async for event in active.buffer.deltas():
-                await context.write(_response(request_id, sequence, event))
-                sequence += 1
+                if isinstance(event, Delta):
+                    set_chunk(response.chunk, event)
+                else:
+                    response.prompt.CopyFrom(event)
+                await context.write(response)
+                response.sequence += 1
             ending = active.buffer.ending
             if ending is not None and ending.completion is not None:
-                await context.write(
-                    inference_pb2.GenerateResponse(
-                        request_id=request_id, sequence=sequence, completion=ending.completion
-                    )
-                )
+                response.completion.CopyFrom(ending.completion)
+                await context.write(response)
         except asyncio.CancelledError:
             ending = active.buffer.ending
             is_cut = ending is not None and ending.error is not None
@@ -211,16 +213,6 @@ async def _abort_in_time(context: GenerateContext, error: PdserveError) -> None:
             await abort_with(context, error)
     except TimeoutError:
         logger.info("status not taken by the client", extra={"reason": error.reason})
-
-
-def _response(
-    request_id: str, sequence: int, event: Delta | inference_pb2.PromptChunk
-) -> inference_pb2.GenerateResponse:
-    if isinstance(event, Delta):
-        return inference_pb2.GenerateResponse(
-            request_id=request_id, sequence=sequence, chunk=token_chunk(event)
-        )
-    return inference_pb2.GenerateResponse(request_id=request_id, sequence=sequence, prompt=event)
 
 
 def _do_nothing() -> None:

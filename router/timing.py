@@ -30,16 +30,19 @@ class RequestTimes:
 
     def note_tokens(self, count: int, now_s: float) -> None:
         """Notes tokens that came in order, in one message."""
-        for _ in range(count):
-            if self.last_token_s is None:
-                self.first_token_s = now_s
-            else:
-                gap_s = now_s - self.last_token_s
-                if self._num_tokens == 1:
-                    self._first_gap_s = gap_s
-                self._max_gap_s = max(self._max_gap_s, gap_s)
-            self.last_token_s = now_s
-            self._num_tokens += 1
+        if not count:
+            return
+        if self.last_token_s is None:
+            self.first_token_s = now_s
+        else:
+            gap_s = now_s - self.last_token_s
+            if self._num_tokens == 1:
+                self._first_gap_s = gap_s
+            if gap_s > self._max_gap_s:
+                self._max_gap_s = gap_s
+        # Further tokens of the message follow at once: their gaps are zero.
+        self.last_token_s = now_s
+        self._num_tokens += count
 
     def note_stages(self, attempt: int, times: worker_pb2.StageTimes) -> None:
         """Merges what a worker says of its own stages."""

@@ -1,5 +1,6 @@
 """The routes of the HTTP front."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -148,7 +149,8 @@ class HttpFront:
         return json_response({"version": VERSION})
 
     async def _get_metrics(self, _: Request) -> ASGIApp:
-        text = generate_latest(self._parts.registry)
+        # Some milliseconds, in which tokens must go on.
+        text = await asyncio.to_thread(generate_latest, self._parts.registry)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

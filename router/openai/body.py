@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import NoReturn
 
 from starlette.requests import Request
@@ -11,6 +12,8 @@ from router.openai.errors import HttpRefusal
 
 BODY_TIMEOUT_S = 60.0
 """A client that has not sent all of its body by then is refused."""
+MAX_BYTES_ON_LOOP = 64 * 1024
+"""Longer bodies are parsed in a thread."""
 MAX_DEPTH = 32
 MAX_VALUES = 1_000_000
 """Commas and brackets: bounds what 16 MiB of `[],[],` would become in memory."""
@@ -31,7 +34,10 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, object]:
         raise HttpRefusal(
             415, "unsupported_media_type", "the body must be sent as Content-Type: application/json"
         )
-    return parse_object(await _read_body(request, max_bytes))
+    body = await _read_body(request, max_bytes)
+    if len(body) <= MAX_BYTES_ON_LOOP:
+        return parse_object(body)
+    return await asyncio.to_thread(parse_object, body, int_of=_read_int)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -56,8 +62,12 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_object(body: bytes) -> dict[str, object]:
+def parse_object(body: bytes, *, int_of: Callable[[str], int] | None = None) -> dict[str, object]:
     """Parses a JSON object within the bounds of depth and number of values.
+
+    Args:
+        body: what the client sent.
+        int_of: reads an integer; the parser's own code when None.
 
     Raises:
         InvalidField: it is none; the field is `body`.
@@ -66,7 +76,7 @@ def parse_object(body: bytes) -> dict[str, object]:
     if num_values > MAX_VALUES:
         raise InvalidField("body", num_values, f"of at most {MAX_VALUES} values")
     try:
-        found: object = json.loads(body, parse_constant=_refuse_constant)
+        found: object = json.loads(body, parse_constant=_refuse_constant, parse_int=int_of)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
@@ -94,6 +104,14 @@ def _check_depth(top: dict[str, object]) -> None:
 
 def _too_deep() -> InvalidField:
     return InvalidField("body", "a deeper one", f"nested at most {MAX_DEPTH} levels deep")
+
+
+def _read_int(text: str) -> int:
+    """A Python function, for then the parser, which is C code, lets other threads run at times.
+
+    A list of 131,072 token ids would stop the event loop for 13 to 30 ms, from whichever thread.
+    """
+    return int(text)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -138,4 +138,6 @@ def _text_prompt(name: str, value: object) -> inference_pb2.GenerateRequest:
 
 
 def _ids_prompt(name: str, values: list[object]) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(token_ids=types_pb2.TokenIds(ids=as_ids(name, values)))
+    wire = inference_pb2.GenerateRequest(token_ids=types_pb2.TokenIds())
+    wire.token_ids.ids.extend(as_ids(name, values))
+    return wire

@@ -22,6 +22,8 @@ from pdserve.errors import (
     WorkerLost,
 )
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
 
 class HttpRefusal(PdserveError):
     """Something that only HTTP can do wrong: a path, a method, a body."""
@@ -111,4 +113,4 @@ def json_response(
 
 def to_json(body: Mapping[str, object]) -> bytes:
     """Encodes compactly; what is no JSON (NaN) is a bug and raises."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(body).encode()

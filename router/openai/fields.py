@@ -4,6 +4,7 @@
 rest can be told apart.
 """
 
+from array import array
 from collections.abc import Mapping
 
 from pdserve.errors import InvalidField
@@ -137,6 +138,10 @@ def as_ids(path: str, values: list[object]) -> list[int]:
     """Checks a list of token ids; a long list passes at the speed of C."""
     if set(map(type, values)) <= {int}:
         ids: list[int] = values  # type: ignore[assignment]  # every entry is an int, see above
-        if not ids or (min(ids) >= 0 and max(ids) <= UINT32[1]):
+        try:
+            array("I", ids)
+        except OverflowError:
+            pass  # the first bad one is named below
+        else:
             return ids
     return [as_whole(f"{path}[{position}]", value, UINT32) for position, value in enumerate(values)]

@@ -1,3 +1,4 @@
+import itertools
 import json
 import random
 import time
@@ -141,3 +142,15 @@ def test_overlapping_beginnings_of_a_stop_are_not_missed():
 
 def test_a_stop_may_be_included():
     assert _run(("STOP",), ["aST", "OPb"], include_stop=True) == ("aSTOP", "STOP")
+
+
+def test_the_quick_way_and_the_decoder_take_turns_without_losing_a_byte():
+    table = TokenTable(
+        token_bytes=(b"\xe2\x82", b"\xac", b"a", b"\xff", b"", None, "ü€".encode()),
+        special_ids=frozenset(),
+    )
+    for tokens in itertools.product(range(7), repeat=4):
+        detokenizer = Detokenizer(table)
+        shown = "".join(detokenizer.push(token) for token in tokens) + detokenizer.flush()
+        expected = b"".join(table.token_bytes[token] or b"" for token in tokens)
+        assert shown == expected.decode(errors="replace")

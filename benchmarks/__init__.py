@@ -1,0 +1,1 @@
+"""Measurements: one script per question, one JSON file per script in `results/`."""
