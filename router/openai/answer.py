@@ -211,8 +211,10 @@ class StreamedAnswer:
         await stream.close()
 
     def _output(self, choice: int, chunk: inference_pb2.TokenChunk) -> bytes:
+        # The opening chunk carries none of these tokens, and so does its usage.
+        opening = self._opening(choice)
         self._num_output += len(chunk.token_ids)
-        return self._opening(choice) + self._chunk(self._answer.call.shape.delta(choice, chunk))
+        return opening + self._chunk(self._answer.call.shape.delta(choice, chunk))
 
     def _end(self, first: int, end: inference_pb2.SampleFinish) -> bytes:
         choice = first + end.index
