@@ -77,6 +77,8 @@ def cluster_of(num_prefill: int, num_decode: int, **over: int) -> Iterator[Local
         num_decode=num_decode,
         local_prefill_tokens=over.get("local_prefill_tokens", 0),
         no_http=True,
+        # A prompt that is one step takes longer than a rank may be silent otherwise.
+        frozen_after_s=120.0,
     )
     with LocalCluster(replace(config, port=0)) as cluster:
         yield cluster
