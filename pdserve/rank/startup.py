@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.wire import worker_config_from_json
 from pdserve.config.worker import WorkerConfig
@@ -50,6 +51,8 @@ class RankContext:
     """The other ranks; None where there are none."""
     follower_links: tuple[handoff_pb2.LinkEndpoint, ...] = ()
     """Where they listen for links, on decode."""
+    full_step_s: float = 0.0
+    """A step that uses the whole token budget, as measured at start."""
 
 
 def run_rank(build: Callable[[RankContext], Engine], build_follower: BuildFollower) -> int:
@@ -117,7 +120,15 @@ def _lead(
         context.followers.read_into(inbox)
     _announce(context)
     with closing(engine):
-        StepLoop(engine, inbox, outbox, context.clock, config.heartbeat_s / 2).run()
+        loop = StepLoop(
+            engine,
+            inbox,
+            outbox,
+            context.clock,
+            config.heartbeat_s / 2,
+            full_step_s=context.full_step_s,
+        )
+        loop.run()
 
 
 def _failure(error: Exception, *, is_user_error: bool) -> rank_pb2.RankFailed:
@@ -143,7 +154,11 @@ def _load(
     announce = None if followers is None else followers.announce
     runner = ModelRunner(loaded.model, loaded.kv, announce)
     runner.warm_up()
+    warm_s = clock.now()
+    runner.warm_up()
+    tile_s = clock.now() - warm_s
     report("warm up", clock.now() - started_s, "")
+    budget = loaded.worker.engine.max_num_batched_tokens
     return RankContext(
         config=loaded.worker,
         incarnation=arguments.incarnation,
@@ -157,6 +172,7 @@ def _load(
         max_model_len=loaded.max_model_len,
         followers=followers,
         follower_links=follower_links,
+        full_step_s=tile_s * max(1.0, budget / ATTENTION_TILE_TOKENS),
     )
 
 

@@ -39,14 +39,32 @@ class StepLoop:
     """Runs an engine until the face says so or is gone."""
 
     def __init__(
-        self, engine: Engine, inbox: Inbox, outbox: Outbox, clock: Clock, heartbeat_s: float
+        self,
+        engine: Engine,
+        inbox: Inbox,
+        outbox: Outbox,
+        clock: Clock,
+        heartbeat_s: float,
+        *,
+        full_step_s: float,
     ) -> None:
+        """Turns nothing yet.
+
+        Args:
+            engine: what is turned.
+            inbox: events for it.
+            outbox: updates and heartbeats out of it.
+            clock: time of steps and heartbeats.
+            heartbeat_s: longest time between two heartbeats, but for one step.
+            full_step_s: a step of the whole token budget, as measured at start.
+        """
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._progress = 1
+        self._full_step_s = full_step_s
         self._step_s = 0.0
         self._steps = 0
         self._total_step_s = 0.0
@@ -87,7 +105,8 @@ class StepLoop:
     def _send_heartbeat(self) -> None:
         heartbeat = self._engine.describe()
         heartbeat.progress = self._progress
-        heartbeat.predicted_step_s = self._step_s
+        # After a thousand short decode steps, the next one may be a full prefill step.
+        heartbeat.predicted_step_s = max(self._step_s, self._full_step_s)
         heartbeat.counters.steps = self._steps
         heartbeat.counters.step_seconds = self._total_step_s
         self._outbox.send(rank_pb2.FromRank(heartbeat=heartbeat))
