@@ -116,7 +116,7 @@ class Dispatcher:
                 deadline_s,
                 self._end_call,
                 call,
-                DeadlineExceeded(f"no end within {deadline_s:.3f} s"),
+                DeadlineExceeded(f"the deadline of {deadline_s:.3g} s passed"),
             )
         return call.samples[0]
 

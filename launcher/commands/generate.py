@@ -28,10 +28,12 @@ def generate(
     ] = None,
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="Name of the served model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the served model.", allow_from_autoenv=False)
+    ] = None,
     request_id: Annotated[str | None, typer.Option(help="Made by the server if absent.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Output tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Output tokens; 256 if absent.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1 if absent.")] = None,
     top_p: Annotated[float | None, typer.Option(help="In (0, 1].")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
     seed: Annotated[int | None, typer.Option(help="Drawn by the server if absent.")] = None,
@@ -69,13 +71,17 @@ def generate(
     set_prompt(request, prompt, messages, prompt_ids)
     with open_sync_channel(address) as channel:
         on_text = _ignore if as_json else _write_text
-        generation = generate_stream(
-            channel, request, timeout_s=timeout_s, api_key=api_key, on_text=on_text
-        )
+        try:
+            generation = generate_stream(
+                channel, request, timeout_s=timeout_s, api_key=api_key, on_text=on_text
+            )
+        finally:
+            if not as_json:
+                # An error's line must not be glued to the text before it.
+                sys.stdout.write("\n")
+                sys.stdout.flush()
     if as_json:
         typer.echo(json.dumps(to_dict(generation), ensure_ascii=False))
-    else:
-        sys.stdout.write("\n")
     return 0
 
 

@@ -39,6 +39,7 @@ class RankGroup:
         """
         # The first to fail counts: the others only miss it.
         ready, *_ = await asyncio.gather(*(rank.ready for rank in self._ranks))
+        self._remove_folder()
         return ready
 
     async def run(self) -> None:
@@ -59,6 +60,10 @@ class RankGroup:
     async def stop(self, timeout_s: float) -> None:
         """Asks rank 0 to end, which ends the others, and kills those that do not."""
         await asyncio.gather(*(rank.stop(timeout_s) for rank in self._ranks))
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """The ranks have met: kept any longer, a killed face would leave it behind."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
