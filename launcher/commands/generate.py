@@ -70,13 +70,19 @@ def generate(
     )
     set_prompt(request, prompt, messages, prompt_ids)
     with open_sync_channel(address) as channel:
-        on_text = _ignore if as_json else _write_text
+        written: list[str] = []
+
+        def on_text(text: str) -> None:
+            if not as_json:
+                written.append(text[-1:])
+                _write_text(text)
+
         try:
             generation = generate_stream(
                 channel, request, timeout_s=timeout_s, api_key=api_key, on_text=on_text
             )
         finally:
-            if not as_json:
+            if written:
                 # An error's line must not be glued to the text before it.
                 sys.stdout.write("\n")
                 sys.stdout.flush()
@@ -147,7 +153,3 @@ def parse_ids(text: str) -> types_pb2.TokenIds:
 def _write_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from launcher.client import Generation
+from launcher.client import Generation, SampleOutput
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 from tests.support.oracles import (
     Resources,
@@ -16,13 +16,13 @@ from tests.support.oracles import (
 
 
 def finished(ids: list[int], *, sequences: list[int] | None = None) -> Generation:
+    finish = inference_pb2.SampleFinish(finish_reason=types_pb2.FINISH_REASON_LENGTH, num_tokens=2)
     return Generation(
         token_ids=ids,
         text="x" * len(ids),
+        samples={0: SampleOutput(token_ids=ids, text="x" * len(ids), finish=finish)},
         sequences=[0, 1] if sequences is None else sequences,
-        finish=inference_pb2.SampleFinish(
-            finish_reason=types_pb2.FINISH_REASON_LENGTH, num_tokens=2
-        ),
+        finish=finish,
         usage=types_pb2.Usage(completion_tokens=2),
         timeline=types_pb2.Timeline(kv_blocks_shipped=3),
     )
