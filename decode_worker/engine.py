@@ -14,12 +14,13 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
+from pdserve.rank.figures import ledger_to_wire, load_to_wire
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
 from pdserve.rank.tombstones import Tombstones
 from pdserve.request import FinishReason, Request, RequestId, group_id_of
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
-from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2
+from pdserve.rpc.v1 import rank_pb2, worker_pb2
 from pdserve.timeline import Clock
 
 
@@ -249,21 +250,9 @@ class DecodeEngine:
         counters, totals = self._scheduler.counters, self._landing.counters
         return rank_pb2.RankHeartbeat(
             has_work=self._scheduler.has_work,
-            load=types_pb2.WorkerLoad(
-                num_waiting=load.num_waiting,
-                num_running=load.num_running,
-                queued_tokens=load.queued_tokens,
-                total_blocks=load.total_blocks,
-                free_blocks=load.free_blocks,
-                cached_blocks=load.cached_blocks,
-                reserved_blocks=load.reserved_blocks,
-                active_blocks=load.active_blocks,
-            ),
-            ledger=types_pb2.Ledger(
-                total_blocks=ledger.total_blocks,
-                free_blocks=ledger.free_blocks,
-                cached_blocks=ledger.cached_blocks,
-                sequences=ledger.sequences,
+            load=load_to_wire(load),
+            ledger=ledger_to_wire(
+                ledger,
                 reservations=self._landing.num_reservations,
                 leases=self._landing.num_reservations,
                 transfers=self._landing.num_receiving,

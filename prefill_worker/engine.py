@@ -9,12 +9,13 @@ from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
+from pdserve.rank.figures import ledger_to_wire, load_to_wire
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
 from pdserve.rank.tombstones import Tombstones
 from pdserve.request import FinishReason, RequestId, group_id_of
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
-from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2
+from pdserve.rpc.v1 import rank_pb2, worker_pb2
 from pdserve.timeline import Clock
 from prefill_worker.handoff import HandoffDesk
 from prefill_worker.scheduler import FirstSample, PrefillProgress, PrefillScheduler
@@ -206,22 +207,10 @@ class PrefillEngine:
         totals = self._desk.totals
         return rank_pb2.RankHeartbeat(
             has_work=self._scheduler.has_work,
-            load=types_pb2.WorkerLoad(
-                num_waiting=load.num_waiting,
-                num_running=load.num_running,
-                queued_tokens=load.queued_tokens,
-                total_blocks=load.total_blocks,
-                free_blocks=load.free_blocks,
-                cached_blocks=load.cached_blocks,
-                reserved_blocks=load.reserved_blocks,
-                active_blocks=load.active_blocks,
-            ),
-            ledger=types_pb2.Ledger(
-                total_blocks=ledger.total_blocks,
-                free_blocks=ledger.free_blocks,
-                cached_blocks=ledger.cached_blocks,
-                sequences=ledger.sequences,
-                held_handoffs=ledger.held_handoffs,
+            load=load_to_wire(load),
+            ledger=ledger_to_wire(
+                ledger,
+                reservations=0,
                 leases=self._desk.num_leases,
                 transfers=self._desk.num_pending_frames,
             ),
