@@ -1,6 +1,7 @@
 """What one engine step computes: plain data between a scheduler and the model runner."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pdserve.request import BlockId, Request, RequestId, SampledToken, TokenLogprobs
 
@@ -9,15 +10,18 @@ from pdserve.request import BlockId, Request, RequestId, SampledToken, TokenLogp
 class SequenceSlice:
     """One sequence's share of a step: compute some tokens, write their KV, maybe sample.
 
-    The tokens are [start, start + len(token_ids)). `block_ids` is the whole block table so far:
-    block i holds tokens [i * block_size, (i + 1) * block_size), and the table covers at least
-    `start + len(token_ids)` tokens. KV of tokens before `start` is already there.
+    The tokens are [start, end). `block_ids` is the whole block table so far: block i holds tokens
+    [i * block_size, (i + 1) * block_size), and the table covers at least `end` tokens. KV of
+    tokens before `start` is there once all steps launched before this one have ended.
     """
 
     request: Request
     start: int
     token_ids: tuple[int, ...]
+    """The tokens to compute; without the last one if the slice awaits it."""
     block_ids: tuple[BlockId, ...]
+    """The very same tuple as in the sequence's slice before, for as long as its table is the same:
+    a runner may tell by identity that nothing changed."""
     output_index: int | None
     """Output index of the token to sample after the last one; None for all but the last chunk."""
     output_ids: tuple[int, ...] = ()
@@ -25,11 +29,25 @@ class SequenceSlice:
     prompt_targets: tuple[int, ...] = ()
     """The prompt tokens that follow the slice's leading tokens, one each: their log-probabilities
     are asked for. Empty unless the request wants them."""
+    awaits_token: bool = False
+    """The slice's last token is the one that the step launched just before this one samples for
+    the same request: the host does not know it yet. Start, end, block table and output index are
+    as if it did."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, the awaited one included."""
+        return len(self.token_ids) + self.awaits_token
 
     @property
     def end(self) -> int:
         """Number of tokens whose KV is valid after the step."""
-        return self.start + len(self.token_ids)
+        return self.start + len(self.token_ids) + self.awaits_token
+
+    @property
+    def is_awaitable(self) -> bool:
+        """Says whether the next step may await this slice's token: it is chosen on the device."""
+        return not self.prompt_targets and is_chosen_on_device(self.request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +61,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(len(part.token_ids) for part in self.slices)
+        return sum(part.num_tokens for part in self.slices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +72,59 @@ class StepResult:
     """By the id of the sample's own request, see `Request.sample`."""
     prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Of each slice's `prompt_targets`, by the id of the slice's request."""
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Waits for the step's end; called once, in the order of the launches."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Computes steps in the order in which they are launched. Used by one thread.
+
+    The blocks of a plan, and the sources of its copies, belong to their sequences until the result
+    was taken: nobody frees or fills them before. So a runner needs no fence between flying steps
+    and frames that land; only steps launched after a frame has landed must see it.
+    """
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Steps that may be launched before the result of the first of them is taken: 1 or 2.
+
+        With 1 no slice ever awaits a token.
+        """
+        ...
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Starts a step; must not wait for one that is in flight.
+
+        Raises:
+            ValueError: a slice is empty, or names tokens or blocks out of range.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """The `PendingStep` of a runner that computes a step while it is launched."""
+
+    _result: StepResult
+
+    def result(self) -> StepResult:
+        """Returns at once."""
+        return self._result
+
+
+def is_chosen_on_device(request: Request) -> bool:
+    """Says whether a request's tokens are chosen without the host.
+
+    Other choices need the host: penalties count its output, and biases, alternatives and several
+    samples of one row are rare enough to be made there from the row's logits.
+    """
+    sampling = request.sampling
+    return not (
+        sampling.has_penalties or sampling.logit_bias or sampling.logprobs or sampling.n > 1
+    )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
-from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
+from pdserve.engine.batch import CompletedStep, SequenceSlice, StepPlan, StepResult
 from pdserve.engine.forward_batch import build_batch
 from pdserve.models.llama import LlamaModel
 from pdserve.request import (
@@ -20,7 +20,9 @@ from pdserve.sampler import SamplingRow, sample, score_token
 
 
 class ModelRunner:
-    """A model and its KV memory. Used by one thread."""
+    """A model and its KV memory; the `StepRunner` of a CPU."""
+
+    max_steps_in_flight = 1
 
     def __init__(
         self,
@@ -48,6 +50,10 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self._announce = announce
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        """Computes a step on this very thread; raises what `run` raises."""
+        return CompletedStep(self.run(plan))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copies blocks, computes every slice, writes its KV and samples where asked.
@@ -113,6 +119,8 @@ class ModelRunner:
         vocab_size = self.model.config.vocab_size
         for part in plan.slices:
             request_id = part.request.request_id
+            if part.awaits_token:
+                raise ValueError(f"request {request_id} awaits a token, and no step is in flight")
             if part.end > self.model.max_model_len:
                 raise ValueError(
                     f"request {request_id} reaches {part.end} tokens, "
