@@ -16,6 +16,7 @@ from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.wire import worker_config_from_json
 from pdserve.config.worker import WorkerConfig
+from pdserve.engine.batch import StepRunner
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
@@ -45,7 +46,7 @@ class RankContext:
     model: ModelConfig
     geometry: KvGeometry
     kv: KvTensors
-    runner: ModelRunner
+    runner: StepRunner
     max_model_len: int
     followers: Followers | None = None
     """The other ranks; None where there are none."""
