@@ -206,3 +206,19 @@ def test_a_drained_worker_says_so_only_when_nothing_is_in_flight(
             pass
         pair.exchange()
         assert engine.describe().is_drained
+
+
+def test_scores_of_a_prompt_cancelled_in_flight_are_not_told(
+    folder: Path, pair: EnginePair
+) -> None:
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    request = make_request("a", tuple(range(3, 380)), sampling=sampling)
+    pair.submit(request, is_local=True)
+    pair.turn()
+    scored = sum(len(one.prompt_logprobs.logprobs) for one in pair.decode_outbox.updates)
+    assert 0 < scored < 376, "the second chunk is in flight"
+    pair.cancel(pair.decode, request)
+    num_updates = len(pair.decode_outbox.updates)
+    for _ in range(3):
+        pair.turn()
+    assert len(pair.decode_outbox.updates) == num_updates
