@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from pdserve.config.load import name_flag
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.face.collector import WorkerCollector
@@ -267,5 +268,6 @@ def _say(config: WorkerConfig, text: str) -> None:
 
 def report_config_error(error: ConfigError) -> int:
     """Prints one clear line and returns the exit status of a mistake the user can mend."""
-    print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201 - for people
+    text = name_flag(str(error), WorkerConfig)
+    print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for people
     return 2

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import InvalidField, PdserveError
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 from router.active import ActiveRequest
-from router.intake import Intake
+from router.intake import Intake, Origin
 from router.openai.call import Call, Outcome
 from router.openai.errors import error_body, error_response, json_body, to_json
 from router.openai.event_stream import DONE, EventStream
@@ -49,7 +49,7 @@ class Answer:
         self._model = model
         self._created_s = int(time.time())
 
-    async def start(self, intake: Intake, tenant: Tenant) -> None:
+    async def start(self, intake: Intake, tenant: Tenant, origin: Origin) -> None:
         """Starts one request per prompt, all or none.
 
         Raises:
@@ -61,7 +61,7 @@ class Answer:
             for position, wire in enumerate(call.wires):
                 suffix = f"-{position}" if len(call.wires) > 1 else ""
                 wire.request_id = self.answer_id + suffix
-                active = await intake.start(wire, tenant, options=call.options)
+                active = await intake.start(wire, tenant, options=call.options, origin=origin)
                 self.actives.append(active)
                 self._check_prompt_report()
         except InvalidField as error:

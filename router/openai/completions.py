@@ -38,7 +38,9 @@ class CompletionShape:
         has_token_ids: bool,
     ) -> None:
         """Takes what a choice carries beside its text; each choice has log-probs of its own."""
-        self._logprobs = None if new_logprobs is None else defaultdict(new_logprobs)
+        self._logprobs: defaultdict[int, CompletionLogprobs] | None = None
+        if new_logprobs is not None:
+            self._logprobs = defaultdict(new_logprobs)
         self._prompt_logprobs = prompt_logprobs
         self._has_echo = has_echo
         self._has_token_ids = has_token_ids
