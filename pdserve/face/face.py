@@ -64,6 +64,9 @@ class Face:
         """Rank 0."""
         self._ranks: RankGroup | None = None
         self._membership: Membership | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._stopped_early = asyncio.Event()
+        """Told to stop while it was starting: nothing is there to drain."""
         self._started_at_s = time.monotonic()
 
     async def run(
@@ -93,7 +96,9 @@ class Face:
             self._spawn(self._run_ranks(ranks))
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-            ready = await ranks.wait_ready()
+            ready = await self._wait_ready(ranks)
+            if ready is None:
+                return EXIT_OK
             worker = WorkerService(
                 rank, self._streams, self._log, self._info, config.handoff.call_timeout_s
             )
@@ -105,6 +110,17 @@ class Face:
         finally:
             await self._close(server, ranks)
             metrics.close()
+
+    async def _wait_ready(self, ranks: RankGroup) -> rank_pb2.RankReady | None:
+        """Returns None when a signal came first: loading may take long."""
+        loading = asyncio.create_task(ranks.wait_ready())
+        stopped = asyncio.create_task(self._stopped_early.wait())
+        try:
+            await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return await loading if loading.done() else None
+        finally:
+            loading.cancel()
+            stopped.cancel()
 
     async def _open(
         self, server: RpcServer, ready: rank_pb2.RankReady, address: str, metrics_address: str
@@ -123,7 +139,7 @@ class Face:
         )
         await server.start()
         await server.set_serving(True)
-        self._spawn(self._membership.run())
+        self._renewing = self._spawn(self._membership.run())
         self._spawn(self._watch(server))
         seconds = time.monotonic() - self._started_at_s
         tokens = ready.total_blocks * ready.geometry.block_size
@@ -209,6 +225,7 @@ class Face:
         if self._info.state == "ready":
             self._spawn(self._drain())
         else:
+            self._stopped_early.set()
             self._finish(EXIT_OK)
 
     async def _drain(self) -> None:
@@ -231,10 +248,11 @@ class Face:
         if not self._exit.done():
             self._exit.set_result(status)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -247,6 +265,10 @@ class Face:
 
     async def _close(self, server: RpcServer, ranks: RankGroup) -> None:
         self._info.state = "stopped"
+        if self._renewing is not None:
+            # Else it would be back in the registry a heartbeat after it left.
+            self._renewing.cancel()
+            await asyncio.wait((self._renewing,))
         if self._membership is not None:
             await self._membership.leave()
         await server.stop(0.2)
