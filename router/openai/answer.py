@@ -33,8 +33,8 @@ LAST_WORD_TIMEOUT_S = 5.0
 """For the error event at the end of a stream."""
 MAX_PROMPT_ENTRIES = MAX_PROMPT_LOGPROB_ENTRIES
 """What one answer tells of its prompts, over all choices: about 20 MB of JSON."""
-BYTES_PER_TURN = 64 * 1024
-"""So much JSON takes about a millisecond, log-probs five."""
+BYTES_PER_TURN = 16 * 1024
+"""So much JSON of log-probs takes some milliseconds."""
 
 
 class Answer:
