@@ -59,14 +59,14 @@ class Face:
         self._peers = PeerCalls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
+        self._stopped_early = asyncio.Event()
+        """Told to stop while it was starting: nothing is there to drain."""
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._rank: RankProcess | None = None
         """Rank 0."""
         self._ranks: RankGroup | None = None
         self._membership: Membership | None = None
-        self._renewing: asyncio.Task[None] | None = None
-        self._stopped_early = asyncio.Event()
-        """Told to stop while it was starting: nothing is there to drain."""
+        self._renewal: asyncio.Task[None] | None = None
         self._started_at_s = time.monotonic()
 
     async def run(
@@ -139,7 +139,7 @@ class Face:
         )
         await server.start()
         await server.set_serving(True)
-        self._renewing = self._spawn(self._membership.run())
+        self._renewal = self._spawn(self._membership.run())
         self._spawn(self._watch(server))
         seconds = time.monotonic() - self._started_at_s
         tokens = ready.total_blocks * ready.geometry.block_size
@@ -265,11 +265,10 @@ class Face:
 
     async def _close(self, server: RpcServer, ranks: RankGroup) -> None:
         self._info.state = "stopped"
-        if self._renewing is not None:
-            # Else it would be back in the registry a heartbeat after it left.
-            self._renewing.cancel()
-            await asyncio.wait((self._renewing,))
-        if self._membership is not None:
+        if self._renewal is not None and self._membership is not None:
+            # A renewal under way could overtake the farewell and bring the record back.
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
             await self._membership.leave()
         await server.stop(0.2)
         await ranks.stop(timeout_s=3.0)
