@@ -1,11 +1,16 @@
 """The Handoff service of a decode worker's face: hands every call to the rank."""
 
+import logging
+
 import grpc
 
 from pdserve.errors import PdserveError
 from pdserve.face.rank_process import RankProcess
+from pdserve.rpc.codec import ids_for_log
 from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import handoff_pb2, handoff_pb2_grpc, rank_pb2
+
+logger = logging.getLogger(__name__)
 
 
 class HandoffService(handoff_pb2_grpc.HandoffServicer):
@@ -39,7 +44,9 @@ class HandoffService(handoff_pb2_grpc.HandoffServicer):
     ) -> handoff_pb2.ReserveResponse:
         """Grants or refuses blocks."""
         message = rank_pb2.ToRank(reserve=request)
-        return (await self._call(message, self._call_timeout_s, context)).reserve
+        reply = await self._call(message, self._call_timeout_s, context)
+        logger.info("reservation answered", extra=ids_for_log(request.request))
+        return reply.reserve
 
     async def Commit(
         self,

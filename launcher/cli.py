@@ -10,6 +10,8 @@ from launcher.commands.generate import generate
 from launcher.commands.roles import register_roles
 from launcher.commands.serve import serve
 from launcher.commands.status import status
+from pdserve.config.cluster import ClusterConfig
+from pdserve.config.load import name_flag
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.version import VERSION
 
@@ -49,7 +51,7 @@ def run_command(argv: list[str]) -> int:
         _write_error(error.format_message())
         return EXIT_USAGE
     except ConfigError as error:
-        _write_error(str(error))
+        _write_error(name_flag(str(error), ClusterConfig))
         return EXIT_USAGE
     except PdserveError as error:
         _write_error(str(error))

@@ -1,5 +1,6 @@
 """A plain client of the Inference service: builds requests, gathers streams, shows results."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -7,8 +8,11 @@ import grpc
 
 from pdserve.errors import InternalError, PdserveError, WorkerLost
 from pdserve.rpc.server import channel_options
-from pdserve.rpc.status import error_from_rpc
+from pdserve.rpc.status import error_from_rpc, has_details
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+_NO_CONNECTION = re.compile(r"failed to connect|resolution|no addresses|Address", re.IGNORECASE)
+"""In what gRPC says when it never reached anybody (grpcio 1.8x)."""
 
 
 @dataclass(kw_only=True)
@@ -100,9 +104,18 @@ def generate_stream(
     *,
     timeout_s: float | None = None,
     api_key: str | None = None,
+    address: str | None = None,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> Generation:
     """Runs one request to its end.
+
+    Args:
+        channel: to the router.
+        request: what to generate.
+        timeout_s: the request's time budget.
+        api_key: if the router asks for one.
+        address: where the channel leads, for messages.
+        on_text: takes text as it comes.
 
     Raises:
         PdserveError: what the server said, or that nobody listens.
@@ -118,7 +131,7 @@ def generate_stream(
             if text:
                 on_text(text)
     except grpc.RpcError as error:
-        raise client_error(error) from error
+        raise client_error(error, address) from error
     finally:
         # Ends the call if this thread was interrupted; a finished one does not mind.
         call.cancel()
@@ -139,12 +152,15 @@ def get_loads(channel: grpc.Channel, *, timeout_s: float = 10.0) -> list[inferen
     return list(answer.workers)
 
 
-def client_error(error: grpc.RpcError) -> PdserveError:
-    """Turns a failed call into our error; a refused connection gets a plain text."""
+def client_error(error: grpc.RpcError, address: str | None = None) -> PdserveError:
+    """Turns a failed call into our error; what gRPC says of connections gets a plain text."""
     found = error_from_rpc(error)
-    if isinstance(found, WorkerLost) and "failed to connect" in str(found).lower():
-        return WorkerLost(f"nobody serves there: {found}")
-    return found
+    if not isinstance(found, WorkerLost) or has_details(error):
+        return found
+    text = str(found)
+    if _NO_CONNECTION.search(text):
+        return WorkerLost(f"nobody serves {'there' if address is None else f'at {address}'}")
+    return WorkerLost("the connection to the router broke: it ended, or the network did")
 
 
 def to_dict(generation: Generation) -> dict[str, object]:

@@ -17,6 +17,10 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except Exception as error:  # noqa: BLE001 - this process's edge; damage has many names
+        kind = type(error).__name__
+        sys.stderr.write(f"{sys.argv[1]} cannot be converted: it may be damaged ({kind})\n")
+        return 2
     return 0
 
 

@@ -59,7 +59,8 @@ def convert_in_child(gguf: Path, target: Path) -> None:
     argv = [sys.executable, "-m", "launcher.convert_model", str(gguf), str(target)]
     status, last_line = _run_child(argv, "model conversion")
     if status != 0:
-        raise ConfigError(f"cannot convert {gguf}: {last_line}")
+        is_named = last_line.startswith(str(gguf))
+        raise ConfigError(last_line if is_named else f"cannot convert {gguf}: {last_line}")
 
 
 def fetch_in_child(model: HubModel, *, needs_weights: bool) -> Path:

@@ -240,7 +240,8 @@ class _Session:
         status = self._keeper.poll()
         for child in left:
             if child.status is None:
-                child.on_line(f"Ray ended: {self._last_line}" if status != 2 else self._last_line)
+                what = "error:" if status == 2 else "Ray ended:"
+                child.on_line(f"{what} {self._last_line}")
                 child.end(2 if status == 2 else -9)
 
     def _handle(self, message: Message) -> None:

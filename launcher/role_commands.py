@@ -51,6 +51,7 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
             cluster=site.name,
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
+            log_level=config.log_level,
             heartbeat_s=config.heartbeat_s,
             registry_lease_s=config.registry_lease_s,
             frozen_after_s=config.frozen_after_s,
@@ -84,6 +85,7 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         worker_silence_s=config.worker_silence_s,
         max_client_buffer_bytes=config.max_client_buffer_bytes,
         drain_timeout_s=config.drain_timeout_s,
+        log_level=config.log_level,
     )
 
 

@@ -8,6 +8,7 @@ read public attributes, each replaced as a whole; nobody waits on a lock.
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,11 +39,15 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.registry.base import RegistryUnavailable, WorkerRecord
 from pdserve.registry.redis import RedisRegistry
+from pdserve.request import Role
 from pdserve.rpc.server import channel_options, check_port_is_free, resolve_host
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 POLL_S = 0.05
+_REFUSAL = re.compile(r"\[[^\]]*\] error: ")
 _WATCH_S = 0.2
+_CUT_S = 3.0
+"""For the router's last words to its clients in a forced stop."""
 _KILL_AFTER_DRAIN_S = 5.0
 """A child that overstays its own drain time-out by this long is killed."""
 
@@ -154,7 +159,7 @@ class Supervisor:
             "router",
             [*self._role_command("router"), *to_argv(router, without=HIDDEN_FIELDS)],
             environment_of(router),
-            self._report,
+            self._report_child,
             place=LocalPlace(),
         )
         for child in self._children():
@@ -181,10 +186,29 @@ class Supervisor:
             worker.worker_id,
             argv,
             environment_of(worker),
-            self._report,
+            self._report_child,
             new_watch,
             place=self._place,
         )
+
+    def _report_child(self, line: str) -> None:
+        # What ends the start is told once, as its error, and not by every replica.
+        if self.is_ready or _REFUSAL.match(line) is None:
+            self._report(line)
+
+    def _name_decode_flag(self, child: Replica) -> str:
+        """Returns a child's refusal; decode replicas may have flags of their own."""
+        text = child.last_line().removeprefix("error: ")
+        config = self.workers[child.name][0] if child.name in self.workers else None
+        if config is not None and config.role is Role.DECODE:
+            own = {
+                "--tensor-parallel-size": self._config.decode_tensor_parallel,
+                "--pipeline-parallel-size": self._config.decode_pipeline_parallel,
+            }
+            flag = text.partition(" ")[0]
+            if own.get(flag) is not None:
+                return text.replace("--", "--decode-", 1)
+        return text
 
     def _await_members(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         started_s = time.monotonic()
@@ -206,7 +230,7 @@ class Supervisor:
         for child in self._children():
             status = child.poll()
             if status == 2:
-                raise ConfigError(child.last_line().removeprefix("error: "))
+                raise ConfigError(self._name_decode_flag(child))
             if status is not None:
                 raise InternalError(
                     f"{child.name} ended ({describe_status(status)}) before it was ready: "
@@ -292,7 +316,12 @@ class Supervisor:
         if self.stop_level == 1 and self.error is None:
             if self.router is not None:
                 self._drain((self.router,))
-            self._drain(tuple(worker for _, worker in self.workers.values()))
+            if self.stop_level == 1:
+                self._drain(tuple(worker for _, worker in self.workers.values()))
+            elif self.router is not None:
+                self._cut_streams(self.router)
+        elif self.stop_level == 2 and self.router is not None:
+            self._cut_streams(self.router)
         for child in self._children():
             child.kill()
         self._place.close()
@@ -308,6 +337,13 @@ class Supervisor:
             if self.stop_level == 2 or time.monotonic() > deadline_s:
                 return
             time.sleep(POLL_S)
+
+    def _cut_streams(self, router: Replica) -> None:
+        """Lets the router tell its clients that it stops: two signals, for the first one drains."""
+        deadline_s = time.monotonic() + _CUT_S
+        while router.poll() is None and time.monotonic() < deadline_s:
+            router.terminate()
+            time.sleep(2 * POLL_S)
 
     def _pause(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds

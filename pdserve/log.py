@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+from pdserve.config.log_level import LogLevel
+
 MAX_ID_CHARACTERS = 128
 MAX_VALUE_CHARACTERS = 2048
 
@@ -57,11 +59,11 @@ def _shorten(name: str, value: object) -> object:
 
 
 def configure_logging(
-    level: str = "INFO", fields: Mapping[str, str] | None = None, stream: TextIO | None = None
+    level: LogLevel = "info", fields: Mapping[str, str] | None = None, stream: TextIO | None = None
 ) -> None:
     """Sends this process's logs as JSON lines to one stream (stderr); called once, at start."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(fields or {}))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(level.upper())

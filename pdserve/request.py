@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
 
+from pdserve.trace import TraceId
+
 RequestId = NewType("RequestId", str)
 HandoffId = NewType("HandoffId", str)
 WorkerId = NewType("WorkerId", str)
@@ -102,6 +104,8 @@ class Request:
     is_priority: bool = False
     sample_index: int = 0
     """Index of the first of `sampling.n` samples."""
+    trace_id: TraceId | None = None
+    """Of the client's trace, for logs."""
 
     @property
     def num_emitted(self) -> int:

@@ -33,6 +33,8 @@ class ClientCall:
     deadline_at_s: float | None
     """On the router's clock."""
     tenant: str = ""
+    http_request_id: str | None = None
+    """The client's X-Request-Id, for the log."""
     samples: "list[ActiveRequest]" = field(default_factory=list)
     together: "list[ActiveRequest]" = field(default_factory=list)
     """Samples that have neither ended nor parted."""

@@ -78,6 +78,7 @@ class Dispatcher:
         handoff_id: HandoffId,
         received_s: float | None = None,
         tenant: str = "",
+        http_request_id: str | None = None,
     ) -> ActiveRequest:
         """Admits a checked request and begins to place it.
 
@@ -86,6 +87,7 @@ class Dispatcher:
             handoff_id: names its hand-offs.
             received_s: when the client's message came; now, when None.
             tenant: on whose behalf; nobody else may abort it.
+            http_request_id: the client's own name for it, for the log.
 
         Raises:
             Overloaded: a limit is reached.
@@ -104,6 +106,7 @@ class Dispatcher:
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
             tenant=tenant,
+            http_request_id=http_request_id,
         )
         self._calls[request.request_id] = call
         self._idle.clear()
@@ -378,6 +381,8 @@ class Dispatcher:
             "request finished",
             extra={
                 "request_id": call.request_id,
+                "http_request_id": call.http_request_id,
+                "trace_id": call.request.trace_id,
                 "handoff_id": call.handoff_id,
                 "status": "OK" if failure is None else failure.reason,
                 "finish_reason": finish,

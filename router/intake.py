@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from pdserve.errors import InternalError, NoWorker, PdserveError
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.timeline import Clock
+from pdserve.trace import TraceId
 from router.active import ActiveRequest
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
@@ -14,6 +16,18 @@ from router.prompt import PLAIN_PROMPT, PromptOptions, RequestMaker, mint_handof
 from router.tenants import Tenant, narrow_salt
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What a client says of its call beside the request; for logs alone."""
+
+    trace_id: TraceId | None = None
+    http_request_id: str | None = None
+    """X-Request-Id."""
+
+
+UNKNOWN_ORIGIN = Origin()
 
 Event = inference_pb2.PromptChunk | inference_pb2.TokenChunk | inference_pb2.Completion
 
@@ -45,6 +59,7 @@ class Intake:
         *,
         timeout_s: float | None = None,
         options: PromptOptions = PLAIN_PROMPT,
+        origin: Origin = UNKNOWN_ORIGIN,
     ) -> ActiveRequest:
         """Starts a request; who calls this owns it and cancels it when the client goes away.
 
@@ -53,12 +68,13 @@ class Intake:
             tenant: on whose behalf.
             timeout_s: the client's own time budget.
             options: how the prompt becomes tokens.
+            origin: what else the client said of its call, for logs.
 
         Raises:
             PdserveError: it is refused, and why.
         """
         try:
-            return await self._start(wire, tenant, timeout_s, options)
+            return await self._start(wire, tenant, timeout_s, options, origin)
         except PdserveError as error:
             self._metrics.note_shed(error)
             raise
@@ -74,17 +90,26 @@ class Intake:
         tenant: Tenant,
         timeout_s: float | None,
         options: PromptOptions,
+        origin: Origin,
     ) -> ActiveRequest:
         self._check_draining()
         limits_s = [limit for limit in (timeout_s, self._default_timeout_s) if limit is not None]
         received_s = self._clock.now()
         salt = narrow_salt(tenant.salt, options.cache_salt)
         made = await self.maker.make(
-            wire, min(limits_s, default=None), tenant_salt=salt, options=options
+            wire,
+            min(limits_s, default=None),
+            tenant_salt=salt,
+            options=options,
+            trace_id=origin.trace_id,
         )
         self._check_draining()
         return self.dispatcher.start(
-            made, mint_handoff_id(), received_s=received_s, tenant=tenant.name
+            made,
+            mint_handoff_id(),
+            received_s=received_s,
+            tenant=tenant.name,
+            http_request_id=origin.http_request_id,
         )
 
     def _check_draining(self) -> None:

@@ -10,6 +10,7 @@ from pdserve.errors import InvalidField
 from pdserve.request import FrontId, HandoffId, Request, RequestId
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.tokenizer import Tokenizer
+from pdserve.trace import TraceId
 from router.validation import (
     ModelLimits,
     check_model,
@@ -73,6 +74,7 @@ class RequestMaker:
         *,
         tenant_salt: bytes = b"",
         options: PromptOptions = PLAIN_PROMPT,
+        trace_id: TraceId | None = None,
     ) -> Request:
         """Checks, renders, tokenizes and completes a request.
 
@@ -100,6 +102,7 @@ class RequestMaker:
             tenant_salt=tenant_salt,
             front_id=self._front_id,
             deadline_s=deadline_s,
+            trace_id=trace_id,
         )
 
     async def tokenize(

@@ -115,6 +115,7 @@ class Recovery:
                 "next attempt",
                 extra={
                     "request_id": state.request_id,
+                    "trace_id": state.request.trace_id,
                     "attempt": state.attempt,
                     "cause": state.last_cause,
                     "num_emitted": state.next_index,

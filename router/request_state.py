@@ -146,6 +146,7 @@ class RequestState:
             deadline_s=deadline_s,
             is_priority=self._was_taken,
             sample_index=base.sample_index,
+            trace_id=base.trace_id,
         )
 
     def _sampling(self) -> SamplingParams:

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from pdserve.chat_template import ChatTemplate
+from pdserve.config.load import name_flag
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, NoWorker
 from pdserve.log import configure_logging
@@ -292,13 +293,13 @@ async def serve(config: RouterConfig) -> None:
 
 def run(config: RouterConfig) -> int:
     """Runs one front in this process; returns the exit status (0 drained, 2 bad settings)."""
-    configure_logging(fields={"process": "router"})
+    configure_logging(config.log_level, fields={"process": "router"})
     # Little of what is made per token lives long, and nothing of it is in cycles: at the usual 700
     # objects a collection took 10 % of the time of a token.
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         uvloop.run(serve(config))
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {name_flag(str(error), RouterConfig)}\n")
         return EXIT_CONFIG
     return 0

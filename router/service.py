@@ -12,9 +12,10 @@ from pdserve.request import RequestId, Role
 from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.timeline import Clock
+from pdserve.trace import parse_traceparent
 from router.active import ActiveRequest
 from router.auth import authorization_of
-from router.intake import Intake, set_chunk
+from router.intake import Intake, Origin, set_chunk
 from router.output import Delta
 from router.tenants import Keyring, Tenant
 from router.worker_link import WorkerLink
@@ -70,7 +71,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Streams one request."""
         try:
             tenant = self._tenant_of(context)
-            active = await self._intake.start(request, tenant, timeout_s=context.time_remaining())
+            active = await self._intake.start(
+                request, tenant, timeout_s=context.time_remaining(), origin=_origin_of(context)
+            )
         except PdserveError as error:
             await abort_with(context, error)
             return
@@ -180,9 +183,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             inference_pb2.GetLoadsRequest, inference_pb2.GetLoadsResponse
         ],
     ) -> inference_pb2.GetLoadsResponse:
-        """Asks every worker for its figures; one that does not answer is described from memory."""
+        """Asks every worker for its figures; one that does not answer is described from memory.
+
+        One that died a while ago and may be restarting is there without figures.
+        """
         infos = await asyncio.gather(*(_worker_info(link) for link in self._pool.links()))
-        return inference_pb2.GetLoadsResponse(workers=infos)
+        shown = {info.worker_id for info in infos}
+        gone = [
+            inference_pb2.WorkerInfo(worker_id=record.worker_id, role=record.role, state="gone")
+            for record in self._pool.departed()
+            if record.worker_id not in shown
+        ]
+        return inference_pb2.GetLoadsResponse(workers=[*infos, *gone])
+
+
+def _origin_of(context: AnyContext) -> Origin:
+    values = [
+        value if isinstance(value, str) else value.decode("latin-1")
+        for name, value in context.invocation_metadata() or ()
+        if name == "traceparent"
+    ]
+    return Origin(trace_id=parse_traceparent(values))
 
 
 async def _worker_info(link: WorkerLink) -> inference_pb2.WorkerInfo:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pdserve.errors import WorkerLost
 from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
-from pdserve.request import FrontId, Role
+from pdserve.request import FrontId, Role, WorkerId
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import Clock
 from router.load_book import LoadBook
@@ -22,6 +22,9 @@ from router.worker_link import WorkerLink
 logger = logging.getLogger(__name__)
 
 _RETRY_LOST_S = 1.0
+DEPARTED_S = 120.0
+"""A worker that went without a drain is remembered for so long: it may be restarting."""
+MAX_DEPARTED = 64
 
 
 class PoolListener(Protocol):
@@ -64,6 +67,8 @@ class WorkerPool:
         self._max_message_bytes = max_message_bytes
         self._links: dict[WorkerKey, WorkerLink] = {}
         self._retry_at_s: dict[WorkerKey, float] = {}
+        self._departed: dict[WorkerId, tuple[WorkerRecord, float]] = {}
+        """Workers that are gone, and until when they are remembered."""
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._listener: PoolListener | None = None
@@ -148,6 +153,18 @@ class WorkerPool:
         """Returns all links, sorted by worker id."""
         return [self._links[key] for key in sorted(self._links)]
 
+    def departed(self) -> list[WorkerRecord]:
+        """Returns workers that died a while ago and have not come back."""
+        now_s = self._clock.now()
+        return [record for record, until_s in self._departed.values() if until_s > now_s]
+
+    def _note_departed(self, link: WorkerLink) -> None:
+        if link.is_draining:
+            return
+        while len(self._departed) >= MAX_DEPARTED:
+            del self._departed[next(iter(self._departed))]
+        self._departed[link.record.worker_id] = (link.record, self._clock.now() + DEPARTED_S)
+
     def link(self, worker: WorkerKey) -> WorkerLink:
         """Returns a worker's link.
 
@@ -212,6 +229,7 @@ class WorkerPool:
         if link is None:
             return
         self._retry_at_s[worker] = self._clock.now() + _RETRY_LOST_S
+        self._note_departed(link)
         self.book.forget(worker)
         closing = asyncio.create_task(link.close())
         self._closing.add(closing)
@@ -274,4 +292,5 @@ class WorkerPool:
             max_message_bytes=self._max_message_bytes,
         )
         self._links[link.key] = link
+        self._departed.pop(record.worker_id, None)
         link.start()

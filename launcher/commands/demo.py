@@ -11,11 +11,13 @@ import typer
 from rich.console import Console
 
 from launcher.client import Generation, generate_stream, get_loads, open_sync_channel
+from launcher.commands.serve import default_log_level
 from launcher.demo_script import KILL_DRILL, MODEL, ROUNDS, ChatTurn, DemoPrompt
 from launcher.demo_view import StreamPrinter, timeline_table
 from launcher.local_pool import LocalCluster
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
+from pdserve.config.log_level import LogLevel
 from pdserve.errors import InternalError
 from pdserve.process import is_running
 from pdserve.request import Role
@@ -30,6 +32,10 @@ def demo(
         str, typer.Option(help="An alias, a .gguf file or a model folder with a chat template.")
     ] = MODEL,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the workers' logs.")] = False,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="Of the children; by default info with --verbose, else as of serve."),
+    ] = None,
 ) -> int:
     """Show a whole cluster at work on this machine, and what a kill -9 does to a stream."""
     console = Console(highlight=False, soft_wrap=True)
@@ -47,6 +53,7 @@ def demo(
         port=0,
         no_http=True,
         drain_timeout_s=10.0,
+        log_level=log_level or ("info" if verbose else default_log_level()),
     )
     console.print("pdserve demo: a router, 2 prefill and 2 decode workers on this machine, float32")
     cluster = LocalCluster(config, report=log.write)

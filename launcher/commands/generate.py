@@ -79,7 +79,12 @@ def generate(
 
         try:
             generation = generate_stream(
-                channel, request, timeout_s=timeout_s, api_key=api_key, on_text=on_text
+                channel,
+                request,
+                timeout_s=timeout_s,
+                api_key=api_key,
+                address=address,
+                on_text=on_text,
             )
         finally:
             if written:

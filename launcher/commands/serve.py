@@ -14,9 +14,13 @@ from launcher.ray_pool import RayConfig, RayPlace
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import Dtype, EngineConfig, LoadFormat
 from pdserve.config.load import from_pairs, parse_size
+from pdserve.config.log_level import LogLevel
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
+
+EXIT_FORCED = 1
+"""The user asked for it, but requests were cut."""
 
 
 def serve(
@@ -127,6 +131,12 @@ def serve(
         float,
         typer.Option(help="For running requests at the end."),
     ] = 60.0,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(
+            help="Of the children; by default warning on a terminal and info otherwise.",
+        ),
+    ] = None,
     launcher: Annotated[
         Literal["local", "ray"],
         typer.Option(help="Where replicas run: as child processes, or as Ray actors."),
@@ -186,6 +196,7 @@ def serve(
         local_prefill_tokens=local_prefill_tokens,
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,
+        log_level=log_level or default_log_level(),
         handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),
         prefill_faults=from_pairs(FaultConfig, prefill_fault or (), "--prefill-fault"),
         decode_faults=from_pairs(FaultConfig, decode_fault or (), "--decode-fault"),
@@ -224,8 +235,16 @@ def run_until_signal(cluster: LocalCluster) -> int:
         cluster.wait()
     finally:
         cluster.stop(now=True)
+    if num_signals > 1:
+        write_line("stopped at once; requests that still ran were cut")
+        return EXIT_FORCED
     write_line("stopped")
     return 0
+
+
+def default_log_level() -> LogLevel:
+    """Returns how much children log: on a terminal no more than what somebody must see."""
+    return "warning" if sys.stderr.isatty() else "info"
 
 
 def describe(cluster: LocalCluster) -> list[str]:

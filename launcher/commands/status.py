@@ -14,6 +14,8 @@ from launcher.commands.generate import DEFAULT_ADDRESS, Address, ApiKey
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 _TIMEOUT_S = 10.0
+GONE = "gone"
+"""State of a worker that ended and has not come back."""
 
 
 def status(
@@ -30,7 +32,7 @@ def status(
             model = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), limit_s, key)
             loads = stub.GetLoads(inference_pb2.GetLoadsRequest(), limit_s, key)
         except grpc.RpcError as error:
-            raise client_error(error) from error
+            raise client_error(error, address) from error
     if as_json:
         typer.echo(json.dumps(to_dict(address, info, model, loads)))
         return 0
@@ -103,9 +105,14 @@ def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
 
 def workers_table(workers: Iterable[inference_pb2.WorkerInfo]) -> Table:
     """Draws one line per worker."""
-    table = Table("worker", "state", "pids", "waiting", "running", "KV blocks used", "links")
+    table = Table("worker", "state", "face pid", "rank pids", "waiting", "running")
+    table.add_column("KV blocks used")
+    table.add_column("links")
     for worker in workers:
         load = worker.load
+        if worker.state == GONE:
+            table.add_row(worker.worker_id, "gone, or restarting")
+            continue
         used = load.active_blocks + load.reserved_blocks
         links = [
             f"{link.peer_worker_id} {(link.bytes_sent + link.bytes_received) / 2**20:.1f} MiB"
@@ -114,7 +121,8 @@ def workers_table(workers: Iterable[inference_pb2.WorkerInfo]) -> Table:
         table.add_row(
             worker.worker_id,
             worker.state,
-            " ".join(str(pid) for pid in (worker.face_pid, *worker.rank_pids)),
+            str(worker.face_pid or ""),
+            " ".join(str(pid) for pid in worker.rank_pids),
             str(load.num_waiting),
             str(load.num_running),
             f"{used} of {load.total_blocks} ({load.cached_blocks} cached)",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.model_source import resolve_model
-from pdserve.config.load import from_argv, read_environment
+from pdserve.config.load import from_argv, name_flag, read_environment
 from pdserve.config.router import RouterConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
@@ -27,7 +27,7 @@ def run_worker(role: Role, run: Callable[[WorkerConfig], int]) -> int:
         folder = _resolve(engine.model, needs_weights=engine.load_format != "dummy")
         return run(replace(config, engine=replace(engine, model=str(folder))))
     except ConfigError as error:
-        return _refuse(error)
+        return _refuse(error, WorkerConfig)
 
 
 def run_router(run: Callable[[RouterConfig], int]) -> int:
@@ -38,15 +38,15 @@ def run_router(run: Callable[[RouterConfig], int]) -> int:
         name = config.served_model_name or config.model
         return run(replace(config, model=str(folder), served_model_name=name))
     except ConfigError as error:
-        return _refuse(error)
+        return _refuse(error, RouterConfig)
 
 
 def _resolve(model: str, *, needs_weights: bool) -> Path:
     return resolve_model(model, needs_weights=needs_weights, report=_write_line)
 
 
-def _refuse(error: ConfigError) -> int:
-    _write_line(str(error))
+def _refuse(error: ConfigError, config_class: type) -> int:
+    _write_line(f"error: {name_flag(str(error), config_class)}")
     return 2
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from pdserve.config.engine import EngineConfig
+from pdserve.config.log_level import LogLevel
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.errors import ConfigError
 
@@ -36,6 +37,8 @@ class ClusterConfig:
     """As of RouterConfig: buffered for a client that does not read."""
     ready_timeout_s: float = 120.0
     drain_timeout_s: float = 60.0
+    log_level: LogLevel = "info"
+    """Of all children."""
     heartbeat_s: float = 0.5
     """Workers renew their place in the registry this often."""
     registry_lease_s: float = 3.0
@@ -74,7 +77,7 @@ class ClusterConfig:
             ConfigError: one of them is out of range.
         """
         if self.num_prefill < 0:
-            raise ConfigError(f"prefill must be at least 0, got {self.num_prefill}")
+            raise ConfigError(f"num_prefill must be at least 0, got {self.num_prefill}")
         if self.num_decode < 1:
-            raise ConfigError(f"decode must be at least 1, got {self.num_decode}")
+            raise ConfigError(f"num_decode must be at least 1, got {self.num_decode}")
         _ = self.decode_engine

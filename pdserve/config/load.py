@@ -30,6 +30,8 @@ _RENAMED = {
     "tensor_parallel": "tensor-parallel-size",
     "pipeline_parallel": "pipeline-parallel-size",
     "api_keys": "api-key",
+    "num_prefill": "prefill",
+    "num_decode": "decode",
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _SIZE_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -162,6 +164,18 @@ def from_pairs(config_class: type[T], pairs: Sequence[str], source: str) -> T:
             raise ConfigError(f"{source} knows {', '.join(settings)}, got {name[:64]!r}")
         values[settings[name].path] = settings[name].parse(text, f"{source} {name}")
     return _build(config_class, values)
+
+
+def name_flag(text: str, config_class: type) -> str:
+    """Names the flag where a refusal begins with the field: `--max-model-len must be ...`."""
+    field, must, rest = text.partition(" must ")
+    for setting in settings_of(config_class) if must else ():
+        # Other prefixes stand for settings that not every command has a flag for.
+        if not set(setting.path[:-1]) <= {"engine"}:
+            continue
+        if field in (setting.path[-1], setting.flag[2:].replace("-", "_")):
+            return f"{setting.flag}{must}{rest}"
+    return text
 
 
 def settings_of(config_class: type) -> tuple[Setting, ...]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from pdserve.config.log_level import LogLevel
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
@@ -38,6 +40,7 @@ class RouterConfig:
     """How long a request waits for a pool that has no worker."""
     default_timeout_s: float | None = None
     drain_timeout_s: float = 60.0
+    log_level: LogLevel = "info"
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """`KEY` or `TENANT=KEY`; with any key set, calls without one are refused."""
     api_keys_file: str | None = None

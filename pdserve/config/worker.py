@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pdserve.config.engine import EngineConfig
+from pdserve.config.log_level import LogLevel
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
@@ -77,6 +78,7 @@ class WorkerConfig:
     orphan_grace_s: float = 20.0
     """Requests of a front that has had no stream for this long are cancelled."""
     drain_timeout_s: float = 60.0
+    log_level: LogLevel = "info"
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 

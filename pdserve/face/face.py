@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from pdserve.config.load import name_flag
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.face.collector import WorkerCollector
@@ -58,11 +59,14 @@ class Face:
         self._peers = PeerCalls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
+        self._stopped_early = asyncio.Event()
+        """Told to stop while it was starting: nothing is there to drain."""
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._rank: RankProcess | None = None
         """Rank 0."""
         self._ranks: RankGroup | None = None
         self._membership: Membership | None = None
+        self._renewal: asyncio.Task[None] | None = None
         self._started_at_s = time.monotonic()
 
     async def run(
@@ -92,7 +96,9 @@ class Face:
             self._spawn(self._run_ranks(ranks))
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-            ready = await ranks.wait_ready()
+            ready = await self._wait_ready(ranks)
+            if ready is None:
+                return EXIT_OK
             worker = WorkerService(
                 rank, self._streams, self._log, self._info, config.handoff.call_timeout_s
             )
@@ -104,6 +110,17 @@ class Face:
         finally:
             await self._close(server, ranks)
             metrics.close()
+
+    async def _wait_ready(self, ranks: RankGroup) -> rank_pb2.RankReady | None:
+        """Returns None when a signal came first: loading may take long."""
+        loading = asyncio.create_task(ranks.wait_ready())
+        stopped = asyncio.create_task(self._stopped_early.wait())
+        try:
+            await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return await loading if loading.done() else None
+        finally:
+            loading.cancel()
+            stopped.cancel()
 
     async def _open(
         self, server: RpcServer, ready: rank_pb2.RankReady, address: str, metrics_address: str
@@ -122,7 +139,7 @@ class Face:
         )
         await server.start()
         await server.set_serving(True)
-        self._spawn(self._membership.run())
+        self._renewal = self._spawn(self._membership.run())
         self._spawn(self._watch(server))
         seconds = time.monotonic() - self._started_at_s
         tokens = ready.total_blocks * ready.geometry.block_size
@@ -208,6 +225,7 @@ class Face:
         if self._info.state == "ready":
             self._spawn(self._drain())
         else:
+            self._stopped_early.set()
             self._finish(EXIT_OK)
 
     async def _drain(self) -> None:
@@ -230,10 +248,11 @@ class Face:
         if not self._exit.done():
             self._exit.set_result(status)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -246,7 +265,10 @@ class Face:
 
     async def _close(self, server: RpcServer, ranks: RankGroup) -> None:
         self._info.state = "stopped"
-        if self._membership is not None:
+        if self._renewal is not None and self._membership is not None:
+            # A renewal under way could overtake the farewell and bring the record back.
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
             await self._membership.leave()
         await server.stop(0.2)
         await ranks.stop(timeout_s=3.0)
@@ -267,5 +289,6 @@ def _say(config: WorkerConfig, text: str) -> None:
 
 def report_config_error(error: ConfigError) -> int:
     """Prints one clear line and returns the exit status of a mistake the user can mend."""
-    print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201 - for people
+    text = name_flag(str(error), WorkerConfig)
+    print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for people
     return 2

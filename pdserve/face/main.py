@@ -23,7 +23,7 @@ def run_worker(
         service_names: full names of the gRPC services, for health and reflection.
         add_services: adds the pool's own services to the server.
     """
-    configure_logging(fields={"worker_id": config.worker_id, "process": "face"})
+    configure_logging(config.log_level, fields={"worker_id": config.worker_id, "process": "face"})
 
     async def serve() -> int:
         async with RedisRegistry(config.redis_url, config.cluster) as registry:

@@ -1,5 +1,6 @@
 """The Worker service: hands calls to the rank, and serves token streams."""
 
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,9 +10,11 @@ from pdserve.face.rank_process import RankProcess
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.request import FrontId, Incarnation, RequestId
-from pdserve.rpc.codec import request_from_wire
+from pdserve.rpc.codec import ids_for_log, request_from_wire
 from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, rank_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -48,6 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             for sample_id in sample_ids:
                 self._log.open(FrontId(spec.front_id), sample_id, spec.attempt)
             reply = await self._rank.call(rank_pb2.ToRank(submit=request), self._call_timeout_s)
+            logger.info("request taken", extra=ids_for_log(spec))
         except PdserveError as error:
             for sample_id in sample_ids:
                 self._log.forget(sample_id, spec.attempt)

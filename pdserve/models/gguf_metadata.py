@@ -16,13 +16,17 @@ class GgufMetadata:
         try:
             self.reader = GGUFReader(path)
         except (OSError, ValueError, IndexError, KeyError) as error:
-            raise ConfigError(f"{path}: is no readable GGUF file: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else "it is cut short or damaged"
+            raise ConfigError(f"{path} is no readable GGUF file: {reason}") from None
         self.architecture = self.text("general.architecture")
 
     def find(self, name: str) -> object | None:
         """Returns a field's value, or None if the file has no such field."""
         field = self.reader.get_field(name)
-        value: object = None if field is None else field.contents()
+        try:
+            value: object = None if field is None else field.contents()
+        except (ValueError, IndexError) as error:
+            raise ConfigError(f"{self.path}: field {name} is damaged") from error
         return value
 
     def get(self, name: str) -> object:

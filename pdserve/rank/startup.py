@@ -90,7 +90,8 @@ def _parse_arguments() -> tuple[WorkerConfig, BlockingChannel, RankArguments]:
     parsed = parser.parse_args()
     config = worker_config_from_json(parsed.config)
     process = f"rank{parsed.rank}" if parsed.rank_fds else "rank"
-    configure_logging(fields={"worker_id": config.worker_id, "process": process})
+    fields = {"worker_id": config.worker_id, "process": process}
+    configure_logging(config.log_level, fields)
     arguments = RankArguments(
         incarnation=Incarnation(parsed.incarnation),
         rank=parsed.rank,

@@ -91,6 +91,12 @@ def error_from_rpc(error: grpc.RpcError) -> PdserveError:
     return error_from_parts(code=code, reason="", message=error.details() or "")
 
 
+def has_details(error: grpc.RpcError) -> bool:
+    """Says whether a call failed by a status of ours, and not by gRPC's own."""
+    assert isinstance(error, grpc.aio.AioRpcError | grpc.Call)
+    return any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+
+
 def error_from_status(status: status_pb2.Status) -> PdserveError:
     """Decodes what `status_of` made."""
     info = error_details_pb2.ErrorInfo()

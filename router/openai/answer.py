@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 
 from starlette.responses import Response
@@ -17,17 +18,23 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import InvalidField, PdserveError
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 from router.active import ActiveRequest
-from router.intake import Intake
-from router.openai.call import Call
-from router.openai.errors import error_body, error_response, json_response, to_json
+from router.intake import Intake, Origin
+from router.openai.call import Call, Outcome
+from router.openai.errors import error_body, error_response, json_body, to_json
 from router.openai.event_stream import DONE, EventStream
 from router.openai.http_server import ABORT_KEY
+from router.openai.json_parts import Encoded, json_parts
 from router.openai.merge import merge_events
 from router.openai.sampling import shown_as
 from router.tenants import Tenant
+from router.validation import MAX_PROMPT_LOGPROB_ENTRIES
 
 LAST_WORD_TIMEOUT_S = 5.0
 """For the error event at the end of a stream."""
+MAX_PROMPT_ENTRIES = MAX_PROMPT_LOGPROB_ENTRIES
+"""What one answer tells of its prompts, over all choices: about 20 MB of JSON."""
+BYTES_PER_TURN = 16 * 1024
+"""So much JSON of log-probs takes some milliseconds."""
 
 
 class Answer:
@@ -42,7 +49,7 @@ class Answer:
         self._model = model
         self._created_s = int(time.time())
 
-    async def start(self, intake: Intake, tenant: Tenant) -> None:
+    async def start(self, intake: Intake, tenant: Tenant, origin: Origin) -> None:
         """Starts one request per prompt, all or none.
 
         Raises:
@@ -54,12 +61,12 @@ class Answer:
             for position, wire in enumerate(call.wires):
                 suffix = f"-{position}" if len(call.wires) > 1 else ""
                 wire.request_id = self.answer_id + suffix
-                _refuse_prompt_report(wire.sampling)
-                active = await intake.start(wire, tenant, options=call.options)
+                active = await intake.start(wire, tenant, options=call.options, origin=origin)
                 self.actives.append(active)
+                self._check_prompt_report()
         except InvalidField as error:
             self.cancel()
-            name = call.prompt_names[len(self.actives)]
+            name = call.prompt_names[position]
             raise shown_as(error, {**call.names, "text": name, "token_ids": name}) from error
         except BaseException:
             self.cancel()
@@ -71,8 +78,8 @@ class Answer:
             for active in self.actives:
                 self._intake.dispatcher.cancel(active)
 
-    def envelope(self, object_name: str, choices: list[dict[str, object]]) -> dict[str, object]:
-        """Returns an answer or a chunk around its choices."""
+    def envelope(self, object_name: str, choices: object) -> dict[str, object]:
+        """Returns an answer or a chunk around its list of choices."""
         return {
             "id": self.answer_id,
             "object": object_name,
@@ -81,19 +88,33 @@ class Answer:
             "choices": choices,
         }
 
+    def positions_without_scores(self) -> list[int]:
+        """Returns the prompts of one token: it follows nothing, and no worker speaks of it."""
+        if not self.call.wires[0].sampling.HasField("prompt_logprobs"):
+            return []
+        requests = enumerate(active.state.request for active in self.actives)
+        return [position for position, request in requests if request.num_prompt_tokens == 1]
+
+    def _check_prompt_report(self) -> None:
+        """Bounds what is told of all prompts; a prompt alone was bounded when it was checked."""
+        wire = self.call.wires[0].sampling
+        entries = 1 if wire.echo else 0
+        if wire.HasField("prompt_logprobs"):
+            entries += wire.prompt_logprobs + 1
+        num_entries = self.num_prompt_tokens * entries * self.call.num_samples
+        if num_entries > MAX_PROMPT_ENTRIES:
+            name = "prompt_logprobs" if wire.HasField("prompt_logprobs") else "echo"
+            limit = (
+                f"such that prompt tokens times choices times entries, here {num_entries}, is "
+                f"at most {MAX_PROMPT_ENTRIES}"
+            )
+            value = wire.prompt_logprobs if name == "prompt_logprobs" else wire.echo
+            raise InvalidField(f"sampling.{name}", value, limit)
+
     @property
     def num_prompt_tokens(self) -> int:
         """Over all prompts."""
         return sum(active.state.request.num_prompt_tokens for active in self.actives)
-
-
-def _refuse_prompt_report(sampling: types_pb2.SamplingParams) -> None:
-    """Choices have no place yet for what is told of a prompt."""
-    if sampling.echo:
-        raise InvalidField("sampling.echo", True, "False over HTTP in this release")
-    if sampling.HasField("prompt_logprobs"):
-        value = sampling.prompt_logprobs
-        raise InvalidField("sampling.prompt_logprobs", value, "absent over HTTP in this release")
 
 
 class UsageSum:
@@ -133,6 +154,8 @@ async def answer_whole(answer: Answer, receive: Receive) -> Response:
     Raises:
         PdserveError: a request failed.
     """
+    call = answer.call
+    prompts: defaultdict[int, inference_pb2.PromptChunk] = defaultdict(inference_pb2.PromptChunk)
     outputs: defaultdict[int, inference_pb2.TokenChunk] = defaultdict(inference_pb2.TokenChunk)
     ends: dict[int, inference_pb2.SampleFinish] = {}
     usage = UsageSum()
@@ -140,19 +163,37 @@ async def answer_whole(answer: Answer, receive: Receive) -> Response:
     try:
         async with aclosing(merge_events(answer.actives)) as events:
             async for position, event in events:
-                first = position * answer.call.num_samples
+                first = position * call.num_samples
                 if isinstance(event, inference_pb2.TokenChunk):
                     _append(outputs[first + event.index], event)
-                    continue
-                assert isinstance(event, inference_pb2.Completion)
-                ends.update((first + end.index, end) for end in event.samples)
-                usage.add(event.usage)
+                elif isinstance(event, inference_pb2.PromptChunk):
+                    prompts[position].MergeFrom(event)
+                else:
+                    ends.update((first + end.index, end) for end in event.samples)
+                    usage.add(event.usage)
     finally:
         watch.cancel()
         answer.cancel()
-    shape = answer.call.shape
-    choices = [shape.whole(choice, outputs[choice], ends[choice]) for choice in sorted(ends)]
-    return json_response({**answer.envelope(shape.object_name, choices), "usage": usage.shown()})
+    choices = []
+    for choice in sorted(ends):
+        prompt = prompts[choice // call.num_samples]
+        outcome = Outcome(prompt=prompt, output=outputs[choice], finish=ends[choice])
+        choices.append(await _encode(call.shape.whole(choice, outcome)))
+    body = answer.envelope(call.shape.object_name, Encoded(b"[" + b",".join(choices) + b"]"))
+    body.update(usage=usage.shown(), **call.shape.whole_beside(prompts[0]))
+    return json_body(await _encode(body))
+
+
+async def _encode(body: dict[str, object]) -> bytes:
+    """Encodes; while much is to be done, others have their turn."""
+    text = bytearray()
+    next_turn = BYTES_PER_TURN
+    for part in json_parts(body):
+        text += part
+        if len(text) >= next_turn:
+            next_turn = len(text) + BYTES_PER_TURN
+            await asyncio.sleep(0)
+    return bytes(text)
 
 
 def _append(output: inference_pb2.TokenChunk, chunk: inference_pb2.TokenChunk) -> None:
@@ -194,12 +235,16 @@ class StreamedAnswer:
     async def _write_all(self, stream: EventStream) -> None:
         answer = self._answer
         async with aclosing(merge_events(answer.actives)) as events:
+            for position in answer.positions_without_scores():
+                nothing = inference_pb2.PromptChunk(first_position=1)
+                await self._write_prompt(stream, position * answer.call.num_samples, nothing)
             async for position, event in events:
                 first = position * answer.call.num_samples
                 if isinstance(event, inference_pb2.TokenChunk):
                     await stream.write(self._output(first + event.index, event))
+                elif isinstance(event, inference_pb2.PromptChunk):
+                    await self._write_prompt(stream, first, event)
                 else:
-                    assert isinstance(event, inference_pb2.Completion)
                     self._usage.add(event.usage)
                     await stream.write(b"".join(self._end(first, end) for end in event.samples))
         last = b""
@@ -209,6 +254,18 @@ class StreamedAnswer:
             last = _event(body)
         await stream.write(last + DONE)
         await stream.close()
+
+    async def _write_prompt(
+        self, stream: EventStream, first: int, chunk: inference_pb2.PromptChunk
+    ) -> None:
+        shape = self._answer.call.shape
+        for choice in range(first, first + self._answer.call.num_samples):
+            shown = shape.prompt(choice, chunk)
+            if shown is not None:
+                text = self._opening(choice) + self._chunk(shown, shape.beside(chunk))
+                await stream.write(text)
+                # A long prompt comes in many pieces, and all of them may be there already.
+                await asyncio.sleep(0)
 
     def _output(self, choice: int, chunk: inference_pb2.TokenChunk) -> bytes:
         # The opening chunk carries none of these tokens, and so does its usage.
@@ -227,10 +284,13 @@ class StreamedAnswer:
         opening = self._answer.call.shape.opening(choice)
         return b"" if opening is None else self._chunk(opening)
 
-    def _chunk(self, choice: dict[str, object]) -> bytes:
+    def _chunk(
+        self, choice: dict[str, object], beside: Mapping[str, object] | None = None
+    ) -> bytes:
         answer = self._answer
         options = answer.call.stream_options
         body = answer.envelope(answer.call.shape.chunk_object_name, [choice])
+        body.update(beside or {})
         if options.has_continuous_usage:
             body["usage"] = usage_so_far(answer.num_prompt_tokens, self._num_output)
         elif options.has_usage:

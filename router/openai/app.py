@@ -16,8 +16,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import InternalError, ModelNotFound, PdserveError
+from pdserve.trace import parse_traceparent
 from pdserve.version import VERSION
-from router.intake import Intake
+from router.intake import Intake, Origin
 from router.openai.answer import Answer, StreamedAnswer, answer_whole
 from router.openai.body import read_json
 from router.openai.call import Call
@@ -94,15 +95,11 @@ class HttpFront:
     async def _generate(self, request: Request, parse: Parser) -> ASGIApp:
         call = parse(await self._read(request), self._texts, self._unknown)
         answer = Answer(call, self._maker.limits.served_name)
-        await answer.start(self._parts.intake, tenant_of(request.scope))
-        logger.info(
-            "http call started",
-            extra={
-                "request_id": answer.answer_id,
-                "http_request_id": request.scope[REQUEST_ID_KEY],
-                "prompts": len(call.wires),
-            },
+        origin = Origin(
+            trace_id=parse_traceparent(request.headers.getlist("traceparent")),
+            http_request_id=request.scope[REQUEST_ID_KEY],
         )
+        await answer.start(self._parts.intake, tenant_of(request.scope), origin)
         if call.is_streaming:
             return StreamedAnswer(answer, self._parts.ping_interval_s)
         return await answer_whole(answer, request.receive)

@@ -27,6 +27,14 @@ class Shape(Protocol):
         """Returns the first chunk's choice; None when there is nothing to say."""
         ...
 
+    def prompt(self, choice: int, chunk: inference_pb2.PromptChunk) -> dict[str, object] | None:
+        """Returns a choice that tells of its prompt, before any output; None when it does not."""
+        ...
+
+    def beside(self, chunk: inference_pb2.PromptChunk) -> dict[str, object]:
+        """Returns what a chunk tells of its prompt beside its choices."""
+        ...
+
     def delta(self, choice: int, chunk: inference_pb2.TokenChunk) -> dict[str, object]:
         """Returns new output."""
         ...
@@ -35,11 +43,23 @@ class Shape(Protocol):
         """Returns the end of a choice, without any output."""
         ...
 
-    def whole(
-        self, choice: int, output: inference_pb2.TokenChunk, finish: inference_pb2.SampleFinish
-    ) -> dict[str, object]:
-        """Returns a choice of an answer that is not streamed."""
+    def whole(self, choice: int, outcome: "Outcome") -> dict[str, object]:
+        """Returns a choice of an answer that is not streamed; encoded with `json_parts`."""
         ...
+
+    def whole_beside(self, prompt: inference_pb2.PromptChunk) -> dict[str, object]:
+        """Returns what such an answer tells of its prompt beside its choices."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One sample, whole."""
+
+    prompt: inference_pb2.PromptChunk
+    """All that was to be told of it."""
+    output: inference_pb2.TokenChunk
+    finish: inference_pb2.SampleFinish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +87,6 @@ class Call:
     options: PromptOptions = field(default_factory=PromptOptions)
     is_streaming: bool = False
     stream_options: StreamOptions = field(default_factory=StreamOptions)
-    returns_token_ids: bool = False
 
 
 def read_stream_options(fields: Fields) -> tuple[bool, StreamOptions]:
@@ -100,6 +119,11 @@ def read_prompt_options(fields: Fields, *, is_chat: bool) -> PromptOptions:
         add_generation_prompt=wants_opening is not False,
         cache_salt=cache_salt,
     )
+
+
+def skips_special_tokens(sampling: types_pb2.SamplingParams) -> bool:
+    """Says whether text leaves special tokens out, which is the default."""
+    return not sampling.HasField("skip_special_tokens") or sampling.skip_special_tokens
 
 
 def num_samples_of(sampling: types_pb2.SamplingParams) -> int:

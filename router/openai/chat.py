@@ -4,6 +4,7 @@ from pdserve.errors import InvalidField
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 from router.openai.call import (
     Call,
+    Outcome,
     num_samples_of,
     read_prompt_options,
     read_stream_options,
@@ -11,7 +12,7 @@ from router.openai.call import (
 from router.openai.choices import finish_fields
 from router.openai.compatibility import UnknownFields, check_rest
 from router.openai.fields import INT64, Fields, as_fields, as_text, brief
-from router.openai.logprobs import TokenTexts, chat_logprobs
+from router.openai.logprobs import PromptLogprobs, TokenTexts, chat_logprobs
 from router.openai.sampling import read_sampling
 from router.validation import MAX_MESSAGES
 
@@ -30,15 +31,32 @@ class ChatShape:
     chunk_object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, texts: TokenTexts, *, has_logprobs: bool, has_token_ids: bool) -> None:
-        """Takes what a choice carries beside its text."""
+    def __init__(
+        self,
+        texts: TokenTexts,
+        *,
+        prompt_logprobs: PromptLogprobs | None,
+        has_logprobs: bool,
+        has_token_ids: bool,
+    ) -> None:
+        """Takes what an answer carries beside its text."""
         self._texts = texts
+        self._prompt_logprobs = prompt_logprobs
         self._has_logprobs = has_logprobs
         self._has_token_ids = has_token_ids
 
     def opening(self, choice: int) -> dict[str, object] | None:
         """Returns the role, which comes before all output."""
         return _choice(choice, {"role": "assistant", "content": ""})
+
+    def prompt(self, choice: int, chunk: inference_pb2.PromptChunk) -> dict[str, object] | None:
+        """Returns an empty delta of the first choice: all have the same prompt."""
+        return None if choice else _choice(choice, {"content": ""})
+
+    def beside(self, chunk: inference_pb2.PromptChunk) -> dict[str, object]:
+        """Returns `prompt_logprobs`, piece by piece."""
+        found = self._prompt_logprobs
+        return {} if found is None else {"prompt_logprobs": found.piece(chunk)}
 
     def delta(self, choice: int, chunk: inference_pb2.TokenChunk) -> dict[str, object]:
         """Returns new output."""
@@ -50,18 +68,22 @@ class ChatShape:
         """Returns the end, in a chunk of its own with an empty delta."""
         return {**_choice(choice, {}), **finish_fields(finish)}
 
-    def whole(
-        self, choice: int, output: inference_pb2.TokenChunk, finish: inference_pb2.SampleFinish
-    ) -> dict[str, object]:
+    def whole(self, choice: int, outcome: Outcome) -> dict[str, object]:
         """Returns the message with its end."""
+        content = outcome.output.text
         shown: dict[str, object] = {
             "index": choice,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": {"role": "assistant", "content": content, "refusal": None},
             "logprobs": None,
-            **finish_fields(finish),
+            **finish_fields(outcome.finish),
         }
-        self._add_details(shown, output)
+        self._add_details(shown, outcome.output)
         return shown
+
+    def whole_beside(self, prompt: inference_pb2.PromptChunk) -> dict[str, object]:
+        """Returns `prompt_logprobs`."""
+        found = self._prompt_logprobs
+        return {} if found is None else {"prompt_logprobs": found.parts(prompt.logprobs)}
 
     def _add_details(self, shown: dict[str, object], chunk: inference_pb2.TokenChunk) -> None:
         if self._has_logprobs:
@@ -88,7 +110,7 @@ def parse_chat(fields: Fields, texts: TokenTexts, unknown: UnknownFields) -> Cal
         model=fields.text("model") or "", chat=chat, sampling=sampling
     )
     is_streaming, stream_options = read_stream_options(fields)
-    returns_token_ids = fields.flag("return_token_ids") or False
+    has_token_ids = fields.flag("return_token_ids") or False
     options = read_prompt_options(fields, is_chat=True)
     check_rest(fields, unknown)
     return Call(
@@ -97,12 +119,18 @@ def parse_chat(fields: Fields, texts: TokenTexts, unknown: UnknownFields) -> Cal
         names={"sampling.max_tokens": max_name, "sampling.logprobs": logprobs_name},
         num_samples=num_samples_of(sampling),
         shape=ChatShape(
-            texts, has_logprobs=sampling.HasField("logprobs"), has_token_ids=returns_token_ids
+            texts,
+            prompt_logprobs=(
+                PromptLogprobs(texts, sampling.prompt_logprobs)
+                if sampling.HasField("prompt_logprobs")
+                else None
+            ),
+            has_logprobs=sampling.HasField("logprobs"),
+            has_token_ids=has_token_ids,
         ),
         options=options,
         is_streaming=is_streaming,
         stream_options=stream_options,
-        returns_token_ids=returns_token_ids,
     )
 
 

@@ -29,7 +29,7 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "/v1/completions": (*COMMON, *SAMPLING, "prompt", "echo"),
 }
-"""Read and acted on; what the engine cannot do yet is refused by the checks that gRPC has too."""
+"""Read and acted on; values out of range are refused by the checks that gRPC has too."""
 IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id"),

@@ -108,9 +108,19 @@ def json_response(
     body: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Returns a JSON answer."""
-    return Response(to_json(body), status, headers, "application/json")
+    return json_body(to_json(body), status, headers)
+
+
+def json_body(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns an answer that is encoded already."""
+    return Response(body, status, headers, "application/json")
 
 
 def to_json(body: Mapping[str, object]) -> bytes:
     """Encodes compactly; what is no JSON (NaN) is a bug and raises."""
-    return _ENCODER.encode(body).encode()
+    return encode_json(body)
+
+
+def encode_json(value: object) -> bytes:
+    """Encodes any value as `to_json` does."""
+    return _ENCODER.encode(value).encode()

@@ -1,10 +1,11 @@
 """Log-probabilities as chat and completions show them."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.detokenizer import TokenTable
-from pdserve.rpc.v1 import types_pb2
+from pdserve.rpc.v1 import inference_pb2, types_pb2
+from router.openai.json_parts import Parts
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -16,6 +17,7 @@ class TokenTexts:
     def __init__(self, table: TokenTable) -> None:
         """Takes the served model's tokens."""
         self._token_bytes = table.token_bytes
+        self.special_ids = table.special_ids
 
     def bytes_of(self, token_id: int) -> bytes:
         """Returns a token's bytes; none for an id without a text."""
@@ -59,34 +61,103 @@ def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, object
 class TextOffset:
     """Counts the characters that a choice's tokens have completed so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool) -> None:
         """Starts at the first character."""
+        self._texts = texts
+        self._skipped = texts.special_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.num_characters = 0
+        self._num_characters = 0
 
-    def push(self, token_bytes: bytes) -> int:
+    def push(self, token_id: int) -> int:
         """Takes the next token; returns where it begins."""
-        start = self.num_characters
-        self.num_characters += len(self._decoder.decode(token_bytes))
+        start = self._num_characters
+        if token_id not in self._skipped:
+            self._num_characters += len(self._decoder.decode(self._texts.bytes_of(token_id)))
         return start
 
 
-def completion_logprobs(
-    texts: TokenTexts, logprobs: Sequence[types_pb2.TokenLogprob], offset: TextOffset
-) -> dict[str, object]:
-    """Returns parallel lists of new tokens; `offset` moves behind them."""
-    return {
-        "tokens": [texts.text_of(one.token_id) for one in logprobs],
-        "token_logprobs": [_shown(one.logprob) for one in logprobs],
-        "top_logprobs": [
-            {
-                texts.text_of(one.token_id): _shown(one.logprob),
-                **{texts.text_of(top.token_id): _shown(top.logprob) for top in one.top},
+class CompletionLogprobs:
+    """The parallel lists of one choice of `/v1/completions`, as it grows."""
+
+    def __init__(self, texts: TokenTexts, num_top: int, *, skip_special_tokens: bool) -> None:
+        """Starts at the first token; shows so many alternatives of each."""
+        self._texts = texts
+        self._num_top = num_top
+        self._offset = TextOffset(texts, skip_special_tokens=skip_special_tokens)
+
+    def first(self, token_id: int) -> dict[str, list[object]]:
+        """Returns the lists of an echoed prompt's first token, which follows nothing."""
+        return {
+            "tokens": [self._texts.text_of(token_id)],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [self._offset.push(token_id)],
+        }
+
+    def lists(self, logprobs: Sequence[types_pb2.TokenLogprob]) -> dict[str, list[object]]:
+        """Returns the lists of the tokens that follow."""
+        columns = self._columns().items()
+        return {name: [show(one) for one in logprobs] for name, show in columns}
+
+    def parts(
+        self, logprobs: Sequence[types_pb2.TokenLogprob], head: Mapping[str, Sequence[object]]
+    ) -> dict[str, Parts]:
+        """Returns the lists of all tokens of a choice.
+
+        Args:
+            logprobs: of all tokens.
+            head: of `first`, or nothing.
+        """
+        columns = self._columns().items()
+        return {name: Parts(logprobs, show, head.get(name, ())) for name, show in columns}
+
+    def _columns(self) -> dict[str, Callable[[types_pb2.TokenLogprob], object]]:
+        return {
+            "tokens": lambda one: self._texts.text_of(one.token_id),
+            "token_logprobs": lambda one: _shown(one.logprob),
+            "top_logprobs": self._alternatives,
+            "text_offset": lambda one: self._offset.push(one.token_id),
+        }
+
+    def _alternatives(self, one: types_pb2.TokenLogprob) -> dict[str, float]:
+        text_of = self._texts.text_of
+        top = one.top[: self._num_top]
+        return {
+            text_of(one.token_id): _shown(one.logprob),
+            **{text_of(other.token_id): _shown(other.logprob) for other in top},
+        }
+
+
+class PromptLogprobs:
+    """`prompt_logprobs` as vLLM shows it: null, then an object per token, by token id."""
+
+    def __init__(self, texts: TokenTexts, num_top: int) -> None:
+        """Shows so many alternatives beside each token of the prompt."""
+        self._texts = texts
+        self._num_top = num_top
+
+    def piece(self, chunk: inference_pb2.PromptChunk) -> list[object]:
+        """Returns a piece of a stream; the pieces follow each other."""
+        shown = [self._entry(one) for one in chunk.logprobs]
+        return [None, *shown] if chunk.first_position == 1 else shown
+
+    def parts(self, logprobs: Sequence[types_pb2.TokenLogprob]) -> Parts:
+        """Returns all of it."""
+        return Parts(logprobs, self._entry, (None,))
+
+    def _entry(self, one: types_pb2.TokenLogprob) -> object:
+        top = one.top[: self._num_top]
+        ranks = {other.token_id: rank for rank, other in enumerate(top, start=1)}
+        found = {one.token_id: one.logprob, **{other.token_id: other.logprob for other in top}}
+        return {
+            str(token_id): {
+                "logprob": _shown(logprob),
+                # Workers do not say what the rank of a token beyond the alternatives is.
+                "rank": ranks.get(token_id),
+                "decoded_token": self._texts.text_of(token_id),
             }
-            for one in logprobs
-        ],
-        "text_offset": [offset.push(texts.bytes_of(one.token_id)) for one in logprobs],
-    }
+            for token_id, logprob in found.items()
+        }
 
 
 def _shown(logprob: float) -> float:

@@ -11,10 +11,12 @@ import pytest
 
 from launcher.cli import run_command
 from tests.integration.test_serve import Served
+from tests.support.gguf_files import write_gguf
 from tests.support.models import tiny_llama_folder, tiny_qwen2_folder  # noqa: F401
 from tests.support.oracle_model import OracleModel
 
-SMALL = ("--port", "0", "--kv-cache-memory", "16M", "--max-model-len", "512")
+FREE = ("--port", "0", "--http-port", "0")
+SMALL = (*FREE, "--kv-cache-memory", "16M", "--max-model-len", "512")
 PROMPT = tuple(range(5, 45))
 
 Run = Callable[..., "Done"]
@@ -36,6 +38,8 @@ class Done:
         told = [line for line in self.stderr.splitlines() if line.startswith("pdserve: ")]
         assert told == self.stderr.splitlines()[-1:], self.stderr
         assert text in told[0]
+        # Told once, and not by every replica as well.
+        assert not text or sum(text in line for line in self.stderr.splitlines()) == 1, self.stderr
         assert not told[0].startswith("pdserve: error: ")
 
 
@@ -97,13 +101,26 @@ def test_a_spoilt_model_file_is_named(
 
 
 def test_a_kv_memory_too_small_for_two_blocks_is_refused(broken: Path, run: Run) -> None:
-    done = run("serve", str(broken), "--port", "0", "--kv-cache-memory", "4K")
-    done.assert_one_line(2, "kv_cache_memory must be at least")
+    done = run("serve", str(broken), *FREE, "--kv-cache-memory", "4K")
+    done.assert_one_line(2, "--kv-cache-memory must be at least")
 
 
 def test_a_model_len_over_the_models_own_is_refused(broken: Path, run: Run) -> None:
-    done = run("serve", str(broken), "--port", "0", "--max-model-len", "999999")
-    done.assert_one_line(2, "max_model_len")
+    done = run("serve", str(broken), *FREE, "--max-model-len", "999999")
+    done.assert_one_line(2, "--max-model-len must be at most")
+
+
+def test_a_tensor_parallel_size_that_no_head_fits_is_refused_once(broken: Path, run: Run) -> None:
+    flags = (*SMALL, "--decode", "2")
+    done = run("serve", str(broken), *flags, "--decode-tensor-parallel-size", "3")
+    done.assert_one_line(2, "--decode-tensor-parallel-size must divide")
+
+
+def test_a_gguf_file_cut_short_is_one_line(broken: Path, run: Run, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", broken)
+    path.write_bytes(path.read_bytes()[:-1000])
+    done = run("serve", str(path), *SMALL)
+    done.assert_one_line(2, f"{path} is no readable GGUF file: it is cut short or damaged")
 
 
 @pytest.mark.parametrize("content", ["{", '{"messages": 3}', '[{"role": "user"}]', "", "\ud800"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from launcher.client import Generation
 from pdserve.rpc.v1 import types_pb2
 from tests.support.cluster import ClusterHarness, make_request, running_cluster
 from tests.support.models import tiny_llama_folder  # noqa: F401
@@ -42,6 +43,42 @@ def test_http_streams_the_tokens_that_it_answers_whole(sdk: OpenAI) -> None:
     ids = [i for chunk in stream for i in getattr(chunk.choices[0], "token_ids", ())]
     assert len(ids) == 12
     assert ids == whole.choices[0].token_ids
+
+
+async def test_A14_http_tells_of_the_prompt_what_grpc_tells(
+    cluster: ClusterHarness, sdk: OpenAI
+) -> None:
+    request = make_request(
+        prompt_ids=PROMPT, max_tokens=4, temperature=0.0, echo=True, logprobs=1, prompt_logprobs=1
+    )
+    metadata = (("authorization", f"Bearer {KEYS['alice']}"),)
+    told = Generation()
+    async with cluster.connect() as client:
+        async for message in client.stub.Generate(request, timeout=30, metadata=metadata):
+            told.add(message)
+    fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0.0}
+    found = sdk.completions.create(**fields, echo=True, logprobs=1).choices[0]
+    assert found.text == told.prompt_text + told.text
+    assert found.logprobs is not None
+    scores = found.logprobs.token_logprobs
+    assert scores is not None
+    assert scores[0] is None
+    assert scores[1:] == [one.logprob for one in (*told.prompt_logprobs, *told.logprobs)]
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_A13_n_samples_over_http_whole_and_streamed(sdk: OpenAI, n: int) -> None:
+    request = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "n": n}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    whole = sdk.completions.create(**request, extra_body=extra)
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (128, 6 * n)
+    ids: dict[int, list[int]] = {}
+    for chunk in sdk.completions.create(**request, extra_body=extra, stream=True):
+        choice = chunk.choices[0]
+        ids.setdefault(choice.index, []).extend(getattr(choice, "token_ids", ()))
+    assert ids == {choice.index: choice.token_ids for choice in whole.choices}
+    assert len({tuple(one) for one in ids.values()}) == n
 
 
 async def test_E6_E7_a_tenant_hits_its_own_cache_and_never_anothers(

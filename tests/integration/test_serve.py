@@ -1,5 +1,7 @@
 """`pdserve serve` and `pdserve demo` as a user runs them."""
 
+import json
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.client import Generation, generate_stream, open_sync_channel
+from launcher.client import Generation, generate_stream, get_loads, open_sync_channel
+from pdserve.errors import NoWorker
 from pdserve.process import is_running
 from tests.support.cluster import make_request, wait_until
 from tests.support.models import tiny_llama_folder  # noqa: F401
@@ -98,6 +101,57 @@ def test_serve_tells_its_phases_and_drains_on_sigterm(served: Served) -> None:
     assert not any(is_running(pid) for pid in pids)
     served.reader.join(5)
     assert served.lines[-1] == "stopped"
+
+
+def test_a_second_signal_stops_at_once_and_clients_are_told(served: Served) -> None:
+    address = served.wait_ready()
+    pids = served.pids()
+    pieces: list[str] = []
+
+    def stop_twice(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) in (2, 5):
+            served.process.send_signal(signal.SIGTERM)
+
+    request = make_request(text="hello", max_tokens=400, temperature=0.0, ignore_eos=True)
+    with open_sync_channel(address) as channel, pytest.raises(NoWorker) as caught:
+        generate_stream(channel, request, timeout_s=30, on_text=stop_twice)
+    assert "this router stopped" in str(caught.value)
+    assert 5 <= len(pieces) < 400
+    assert served.process.wait(30) == 1
+    served.reader.join(5)
+    assert served.lines[-1] == "stopped at once; requests that still ran were cut"
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
+
+
+def test_status_shows_a_worker_that_is_restarting(served: Served) -> None:
+    address = served.wait_ready()
+
+    def rows() -> dict[str, str]:
+        argv = [sys.executable, "-m", "launcher.cli", "status", "--json", "--address", address]
+        done = subprocess.run(
+            argv, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+        )
+        return {one["worker_id"]: one["state"] for one in json.loads(done.stdout)["workers"]}
+
+    with open_sync_channel(address) as channel:
+        (pid,) = (w.face_pid for w in get_loads(channel) if w.worker_id == "decode-0")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: rows() == {"prefill-0": "ready", "decode-0": "gone"}, 20)
+    wait_until(lambda: rows() == {"prefill-0": "ready", "decode-0": "ready"}, 60)
+
+
+def test_log_level_silences_the_children(served: Served, tiny_llama_folder: Path) -> None:  # noqa: F811
+    served.wait_ready()
+    assert any('"level": "INFO"' in line for line in served.lines)
+    flags = ("--port", "0", "--http-port", "0", "--kv-cache-memory", "16M", "--prefill", "0")
+    quiet = Served(str(tiny_llama_folder), *flags, "--log-level", "warning")
+    try:
+        quiet.wait_ready()
+    finally:
+        quiet.process.kill()
+        quiet.process.wait()
+    assert not any('"level": "INFO"' in line for line in quiet.lines)
 
 
 def test_C10_killed_serve_leaves_no_process(served: Served) -> None:

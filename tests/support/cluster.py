@@ -135,9 +135,9 @@ class HarnessClient:
         return self.stub.Generate(request, timeout=timeout_s)
 
     async def loads(self) -> dict[str, inference_pb2.WorkerInfo]:
-        """Asks the workers, through the router, by worker id."""
+        """Asks the workers, through the router, by worker id; those that are gone are left out."""
         answer = await self.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=_CALL_TIMEOUT_S)
-        return {worker.worker_id: worker for worker in answer.workers}
+        return {worker.worker_id: worker for worker in answer.workers if worker.state != "gone"}
 
     async def wait_idle(self, timeout_s: float = 5.0) -> None:
         """Waits until no worker says that it runs anything; what they say is a heartbeat old."""

@@ -95,6 +95,26 @@ def samples_of(spec: types_pb2.RequestSpec) -> list[types_pb2.RequestSpec]:
     return samples
 
 
+def prompt_logprob(position: int) -> float:
+    """Returns what the fakes say of the prompt's token at a position."""
+    return -position / 4
+
+
+def _score_prompt(spec: types_pb2.RequestSpec, update: worker_pb2.SequenceUpdate) -> None:
+    if not spec.sampling.HasField("prompt_logprobs"):
+        return
+    update.prompt_logprobs.first_position = 1
+    for position in range(1, spec.num_prompt_tokens):
+        update.prompt_logprobs.logprobs.add(
+            token_id=spec.token_ids[position],
+            logprob=prompt_logprob(position),
+            top=[
+                types_pb2.TopLogprob(token_id=FIRST_PLAIN_ID + rank, logprob=-rank / 8)
+                for rank in range(spec.sampling.prompt_logprobs)
+            ],
+        )
+
+
 class FakeNetwork:
     """Lets prefill fakes reach decode fakes, and remembers what happened."""
 
@@ -348,6 +368,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 update.times.CopyFrom(
                     worker_pb2.StageTimes(queue_s=0.001, prefill_s=0.01, cached_tokens=16)
                 )
+                _score_prompt(spec, update)
             if is_last:
                 update.finished.reason = types_pb2.FINISH_REASON_LENGTH
             if self.script.hold_first_token_s and not is_last:

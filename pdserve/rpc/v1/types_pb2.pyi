@@ -393,6 +393,7 @@ class RequestSpec(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     IS_PRIORITY_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     tenant_salt: _builtins.bytes
@@ -409,6 +410,8 @@ class RequestSpec(_message.Message):
     """Index of the first of sampling.n samples. Whatever a worker says of one sample of several, it says under that
     sample's own id: request_id, '#' and the index.
     """
+    trace_id: _builtins.str
+    """Trace id of the client's W3C traceparent, for logs."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt followed by the output tokens the client already has."""
@@ -432,14 +435,20 @@ class RequestSpec(_message.Message):
         deadline_s: _builtins.float | None = ...,
         is_priority: _builtins.bool = ...,
         sample_index: _builtins.int = ...,
+        trace_id: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_trace_id", b"_trace_id", "deadline_s", b"deadline_s", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "front_id", b"front_id", "handoff_id", b"handoff_id", "is_priority", b"is_priority", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_trace_id", b"_trace_id", "attempt", b"attempt", "deadline_s", b"deadline_s", "eos_token_ids", b"eos_token_ids", "front_id", b"front_id", "handoff_id", b"handoff_id", "is_priority", b"is_priority", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
+    _WhichOneofReturnType__trace_id: _TypeAlias = _typing.Literal["trace_id"]  # noqa: Y015
+    _WhichOneofArgType__trace_id: _TypeAlias = _typing.Literal["_trace_id", b"_trace_id"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_s) -> _WhichOneofReturnType__deadline_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trace_id) -> _WhichOneofReturnType__trace_id | None: ...
 
 Global___RequestSpec: _TypeAlias = RequestSpec  # noqa: Y015
 

@@ -2,11 +2,13 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from pdserve.config.load import (
     cache_folder,
     from_argv,
     from_pairs,
+    name_flag,
     parse_size,
     settings_of,
     to_argv,
@@ -220,3 +222,20 @@ def test_keys_and_secrets_are_not_in_a_configurations_text() -> None:
     assert "topsecret" not in repr(config)
     assert "pepper" not in repr(config)
     assert parse_router(*to_argv(config, without=("model", "redis_url"))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max_model_len must be at most 9, got 10", "--max-model-len must be at most 9, got 10"),
+        ("kv_cache_memory must be at least 4", "--kv-cache-memory must be at least 4"),
+        ("tensor_parallel must divide 3", "--tensor-parallel-size must divide 3"),
+        ("num_prefill must be at least 0", "--prefill must be at least 0"),
+        ("folder must hold weights", "folder must hold weights"),
+        ("the model must be there", "the model must be there"),
+        ("frame_tokens must be 3", "frame_tokens must be 3"),
+        ("no must", "no must"),
+    ],
+)
+def test_a_refusal_names_the_flag(text: str, named: str) -> None:
+    assert name_flag(text, ClusterConfig) == named

@@ -25,14 +25,15 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["serve"], "Missing argument"),
         (["serve", "x", "--bogus"], "No such option: --bogus"),
+        (["serve", "x", "--log-level", "loud"], "Invalid value for '--log-level'"),
         (["serve", "x", "--port", "70000"], "Invalid value for '--port'"),
         (["serve", "x", "--dtype", "int8"], "'float32', 'bfloat16'"),
-        (["serve", "x", "--decode", "0"], "decode must be at least 1, got 0"),
-        (["serve", "x", "--prefill", "-1"], "prefill must be at least 0, got -1"),
-        (["serve", "x", "-tp", "0"], "tensor_parallel_size must be at least 1, got 0"),
-        (["serve", "x", "-pp", "0"], "pipeline_parallel_size must be at least 1, got 0"),
-        (["serve", "x", "--decode-tensor-parallel-size", "0"], "tensor_parallel_size must be"),
-        (["serve", "x", "--block-size", "24"], "block_size must be a power of two"),
+        (["serve", "x", "--decode", "0"], "--decode must be at least 1, got 0"),
+        (["serve", "x", "--prefill", "-1"], "--prefill must be at least 0, got -1"),
+        (["serve", "x", "-tp", "0"], "--tensor-parallel-size must be at least 1, got 0"),
+        (["serve", "x", "-pp", "0"], "--pipeline-parallel-size must be at least 1, got 0"),
+        (["serve", "x", "--decode-tensor-parallel-size", "0"], "--tensor-parallel-size must be"),
+        (["serve", "x", "--block-size", "24"], "--block-size must be a power of two"),
         (["serve", "x", "--kv-cache-memory", "lots"], "--kv-cache-memory must be a size"),
         (["serve", "x", "--decode-fault", "boom=1"], "--decode-fault knows step_delay_s"),
         (["serve", "no-such-model", "--port", "0", "--http-port", "0"], "no model no-such-model"),
@@ -71,8 +72,7 @@ def test_server_that_is_not_there_is_one_line_and_status_1(
     argv = [command, "--address", f"127.0.0.1:{free_port('127.0.0.1')}"]
     assert run_command([*argv, "hi"] if command == "generate" else argv) == 1
     error = capsys.readouterr().err
-    assert error.startswith("pdserve: nobody serves there")
-    assert error.count("\n") == 1
+    assert error == f"pdserve: nobody serves at {argv[2]}\n"
 
 
 def test_variable_stands_in_for_a_flag(
@@ -80,7 +80,7 @@ def test_variable_stands_in_for_a_flag(
 ) -> None:
     monkeypatch.setenv("PDSERVE_BLOCK_SIZE", "24")
     assert run_command(["serve", "x"]) == 2
-    assert "block_size must be a power of two" in capsys.readouterr().err
+    assert "--block-size must be a power of two" in capsys.readouterr().err
 
 
 def test_chat_is_read_from_a_list_or_an_object(tmp_path: Path) -> None:
@@ -146,8 +146,12 @@ class FakeCluster:
         pass
 
 
-@pytest.mark.parametrize(("num_signals", "stops"), [(1, [False]), (2, [False, True])])
-def test_C15_first_signal_drains_and_the_second_kills(num_signals: int, stops: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("num_signals", "stops", "status"), [(1, [False], 0), (2, [False, True], 1)]
+)
+def test_C15_first_signal_drains_and_the_second_kills(
+    num_signals: int, stops: list[bool], status: int
+) -> None:
     cluster = FakeCluster(num_signals)
-    assert run_until_signal(cluster) == 0  # type: ignore[arg-type]
+    assert run_until_signal(cluster) == status  # type: ignore[arg-type]
     assert cluster.stops == stops

@@ -1,9 +1,13 @@
 import json
 
+import grpc
 import pytest
+from rich.console import Console
 
-from launcher.client import Generation, to_dict
-from pdserve.errors import InternalError
+from launcher.client import Generation, client_error, to_dict
+from launcher.commands.status import workers_table
+from pdserve.errors import InternalError, NoWorker, WorkerLost
+from pdserve.rpc.status import DETAILS_KEY, status_of
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 
 
@@ -82,3 +86,55 @@ def test_stream_without_a_completion_has_no_finish_reason() -> None:
     generation.add(chunk(0, [5], "x"))
     with pytest.raises(InternalError, match="ended without a completion"):
         to_dict(generation)
+
+
+def failed_call(text: str, details: bytes | None = None) -> grpc.RpcError:
+    trailing = () if details is None else ((DETAILS_KEY, details),)
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), text
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: "
+            "Failed to connect to remote host: connect: Connection refused (111)",
+            "nobody serves at a:1",
+        ),
+        ("DNS resolution failed for a:1: C-ares status is not ARES_SUCCESS", "nobody serves at"),
+        ("Socket closed", "the connection to the router broke"),
+        ("recvmsg:Connection reset by peer", "the connection to the router broke"),
+    ],
+)
+def test_words_of_grpc_are_not_shown(text: str, shown: str) -> None:
+    found = client_error(failed_call(text), "a:1")
+    assert isinstance(found, WorkerLost)
+    assert str(found).startswith(shown)
+    assert text[:14] not in str(found)
+
+
+def test_what_the_server_said_is_shown() -> None:
+    error = NoWorker("this router stopped")
+    found = client_error(failed_call(str(error), status_of(error).SerializeToString()), "a:1")
+    assert type(found) is NoWorker
+    assert "this router stopped" in str(found)
+
+
+def test_status_shows_who_is_gone_and_whose_process_is_whose() -> None:
+    console = Console(width=120)
+    workers = [
+        inference_pb2.WorkerInfo(
+            worker_id="d0", role="decode", state="ready", face_pid=11, rank_pids=[12, 13]
+        ),
+        inference_pb2.WorkerInfo(worker_id="d1", role="decode", state="gone"),
+    ]
+    with console.capture() as capture:
+        console.print(workers_table(workers))
+    header, *rows = [line for line in capture.get().splitlines() if any(map(str.isalnum, line))]
+    assert "face pid" in header
+    assert "rank pids" in header
+    assert [cell.strip() for cell in rows[0].split("│")[1:5]] == ["d0", "ready", "11", "12 13"]
+    assert "d1" in rows[1]
+    assert "gone" in rows[1]

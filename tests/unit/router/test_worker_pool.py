@@ -11,7 +11,7 @@ from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import ManualClock
 from router.load_book import LoadBook
 from router.policy import WorkerKey
-from router.worker_pool import WorkerPool
+from router.worker_pool import DEPARTED_S, WorkerPool
 from tests.support.fake_worker import FakeNetwork, FakeWorker, Script, expected_tokens
 from tests.support.router_harness import PROMPT, eventually, generate, let_others_run, request_for
 
@@ -156,3 +156,30 @@ async def test_a_frozen_worker_that_wakes_up_is_told_that_its_attempt_is_over(cl
     frozen.wake(result.request_id)
     await eventually(lambda: ("d0", result.request_id, 1) in cluster.network.cancels)
     await cluster.quiet()
+
+
+async def test_a_worker_that_died_is_remembered_until_it_is_back_or_long_gone(scene):
+    worker = await scene.add()
+    await worker.die()
+    await eventually(lambda: scene.pool.num_available(Role.DECODE) == 0)
+    assert [record.worker_id for record in scene.pool.departed()] == ["d0"]
+    await scene.add(incarnation=7)
+    assert scene.pool.departed() == []
+
+
+async def test_a_worker_that_never_comes_back_is_forgotten(scene):
+    worker = await scene.add()
+    await worker.die()
+    await eventually(lambda: len(scene.pool.departed()) == 1)
+    scene.clock.advance(DEPARTED_S)
+    assert scene.pool.departed() == []
+
+
+async def test_a_worker_that_drained_is_not_missed(scene):
+    worker = await scene.add()
+    worker.script.is_draining = True
+    await worker.register()
+    await scene.pool.poll()
+    await worker.die()
+    await eventually(lambda: not list(scene.pool.links()))
+    assert scene.pool.departed() == []

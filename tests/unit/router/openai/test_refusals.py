@@ -136,7 +136,6 @@ BAD_TEXT = [
     ("prompt", {"prompt": [5] * 4096}),
     ("logprobs", {"logprobs": 21}),
     ("logprobs", {"logprobs": True}),
-    ("echo", {"echo": True}),
     ("suffix", {"suffix": "x"}),
 ]
 

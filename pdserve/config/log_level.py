@@ -1,0 +1,5 @@
+"""How much a process logs."""
+
+from typing import Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]

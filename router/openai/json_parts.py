@@ -1,0 +1,71 @@
+"""JSON of long answers in parts, so that the event loop can turn in between."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from router.openai.errors import encode_json
+
+T = TypeVar("T")
+
+PART_ENTRIES = 128
+"""Of a long list; with 20 alternatives each it takes some milliseconds."""
+
+
+class Parts:
+    """A list that is shown piece by piece, and never there as a whole."""
+
+    def __init__(
+        self, values: Sequence[T], show: Callable[[T], object], head: Sequence[object] = ()
+    ) -> None:
+        """Takes values, what each is shown as, and what stands before them."""
+        self._pieces = _pieces(values, show, head)
+
+    def pieces(self) -> Iterator[list[object]]:
+        """Yields the list once, in order."""
+        return self._pieces
+
+
+def _pieces(
+    values: Sequence[T], show: Callable[[T], object], head: Sequence[object]
+) -> Iterator[list[object]]:
+    yield list(head)
+    for start in range(0, len(values), PART_ENTRIES):
+        yield [show(value) for value in values[start : start + PART_ENTRIES]]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A value that is JSON already."""
+
+    text: bytes
+
+
+def json_parts(value: object) -> Iterator[bytes]:
+    """Yields the JSON of a value; each part takes some milliseconds at most."""
+    if isinstance(value, Encoded):
+        yield value.text
+    elif isinstance(value, Parts):
+        yield from _list_parts(value.pieces())
+    elif isinstance(value, list) and len(value) > PART_ENTRIES:
+        yield from _list_parts(Parts(value, _as_it_is).pieces())
+    elif isinstance(value, dict) and value:
+        for number, (name, inner) in enumerate(value.items()):
+            yield (b"," if number else b"{") + encode_json(name) + b":"
+            yield from json_parts(inner)
+        yield b"}"
+    else:
+        yield encode_json(value)
+
+
+def _list_parts(pieces: Iterator[list[object]]) -> Iterator[bytes]:
+    separator = b"["
+    for piece in pieces:
+        if piece:
+            yield separator + encode_json(piece)[1:-1]
+            separator = b","
+    yield b"[]" if separator == b"[" else b"]"
+
+
+def _as_it_is(value: object) -> object:
+    return value
