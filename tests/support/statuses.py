@@ -10,7 +10,6 @@ from pdserve.rpc.status import DETAILS_KEY, DOMAIN
 from pdserve.rpc.v1 import inference_pb2
 from tests.support.cluster import HarnessClient, make_request
 
-
 OWN_DEADLINE = "Stream removed (Deadline Exceeded)"
 """What grpc writes when a client's own deadline fires as the server's trailers arrive:
 the call then ends with the server's metadata under the client's text."""
