@@ -1,4 +1,4 @@
-"""A follow-up that the router sends to the decode worker which holds its prefix; and its refusal."""
+"""A follow-up is sent to the decode worker that holds its prefix; and what a refusal leads to."""
 
 import asyncio
 from collections.abc import AsyncIterator
