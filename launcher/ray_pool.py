@@ -108,8 +108,7 @@ class RayPlace:
             name=name,
             argv=tuple(argv),
             env=dict(env),
-            num_stages=1 if engine is None else engine.pipeline_parallel,
-            ranks_per_stage=1 if engine is None else engine.tensor_parallel,
+            num_ranks=(1 if engine is None else engine.tensor_parallel * engine.pipeline_parallel),
         )
         return self._session.start(order, on_line)
 

@@ -63,6 +63,7 @@ class Face:
         """Rank 0."""
         self._ranks: RankGroup | None = None
         self._membership: Membership | None = None
+        self._renewal: asyncio.Task[None] | None = None
         self._started_at_s = time.monotonic()
 
     async def run(
@@ -122,7 +123,7 @@ class Face:
         )
         await server.start()
         await server.set_serving(True)
-        self._spawn(self._membership.run())
+        self._renewal = self._spawn(self._membership.run())
         self._spawn(self._watch(server))
         seconds = time.monotonic() - self._started_at_s
         tokens = ready.total_blocks * ready.geometry.block_size
@@ -230,10 +231,11 @@ class Face:
         if not self._exit.done():
             self._exit.set_result(status)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -246,7 +248,10 @@ class Face:
 
     async def _close(self, server: RpcServer, ranks: RankGroup) -> None:
         self._info.state = "stopped"
-        if self._membership is not None:
+        if self._renewal is not None and self._membership is not None:
+            # A renewal under way could overtake the farewell and bring the record back.
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
             await self._membership.leave()
         await server.stop(0.2)
         await ranks.stop(timeout_s=3.0)
