@@ -116,6 +116,8 @@ def test_faces_run_below_actors_and_all_of_ray_listens_on_loopback_only(
     assert len(listening) > 8
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
     assert not any("dashboard http" in line for line in ray_cluster.lines)
+    commands = [" ".join(psutil.Process(pid).cmdline()) for pid in ray_cluster.ray_pids()]
+    assert not [command for command in commands if "dashboard.py" in command]
 
 
 async def test_TOK_C10_killed_actor_takes_face_and_rank_along_and_comes_back_to_serve(
