@@ -36,9 +36,6 @@ from pdserve.timeline import MonotonicClock
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_RANK_LOST, EXIT_FROZEN = 0, 1, 3
-_STOP_GRACE_S = 0.2
-_STOP_TIMEOUT_S = 3.0
-"""Cut calls end at once; a face that waited for one that does not would never be restarted."""
 
 AddServices = Callable[[RpcServer, RankProcess, WorkerConfig], None]
 
@@ -256,11 +253,7 @@ class Face:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
             await self._membership.leave()
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await server.stop(_STOP_GRACE_S)
-        except TimeoutError:
-            logger.warning("calls do not end", extra={"worker_id": self._info.worker_id})
+        await server.stop(0.2)
         await ranks.stop(timeout_s=3.0)
         for task in list(self._tasks):
             task.cancel()

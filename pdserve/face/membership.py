@@ -21,8 +21,8 @@ class Membership:
     _has_left: bool = False
 
     async def run(self) -> None:
-        """Renews until cancelled."""
-        while True:
+        """Renews until cancelled, or until it has left."""
+        while not self._has_left:
             await self.renew()
             await asyncio.sleep(self.heartbeat_s)
 
