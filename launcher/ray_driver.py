@@ -45,7 +45,6 @@ class FaceLife:
         self._order = order
         self._send = send
         self._steps = self._live()
-        self._machine: str = ray.util.get_node_ip_address()
         self._group: PlacementGroup | None = None
         self._actor: ActorHandle[FaceActor] | None = None
         self._is_draining = False
@@ -84,13 +83,14 @@ class FaceLife:
 
     def _live(self) -> Iterator[None]:
         order = self._order
-        placement = place_replica(order.num_ranks, self._machine)
+        machine = _own_machine()
+        placement = place_replica(order.num_ranks, machine)
         self._group = placement_group(
             [dict(bundle) for bundle in placement.bundles],
             strategy=placement.strategy,
             name=f"{order.name}-{order.life}",
         )
-        yield from self._await_room(self._group)
+        yield from self._await_room(self._group, machine)
         actor = (
             ray.remote(FaceActor)
             .options(
@@ -117,26 +117,33 @@ class FaceLife:
                 return
             yield
 
-    def _await_room(self, group: PlacementGroup) -> Iterator[None]:
+    def _await_room(self, group: PlacementGroup, machine: str) -> Iterator[None]:
         since_s = time.monotonic()
         was_told = False
         while not group.wait(0):
             if not was_told and time.monotonic() - since_s > _PATIENCE_S:
                 was_told = True
-                text = explain_wait(self._order.num_ranks, self._machine, _list_nodes())
+                nodes = tuple(_list_nodes().values())
+                text = explain_wait(self._order.num_ranks, machine, nodes)
                 self._send(FaceLine(life=self._order.life, text=text))
             yield
 
 
-def _list_nodes() -> list[RayNode]:
-    return [
-        RayNode(
+def _own_machine() -> str:
+    """Returns the address of the node that this driver joined, as the cluster calls it."""
+    return _list_nodes()[ray.get_runtime_context().get_node_id()].address
+
+
+def _list_nodes() -> dict[str, RayNode]:
+    """Returns the living nodes by their ids."""
+    return {
+        str(node["NodeID"]): RayNode(
             address=str(node["NodeManagerAddress"]),
             num_cpus=float(node["Resources"].get("CPU", 0.0)),
         )
-        for node in ray.nodes()
+        for node in ray.nodes()  # type: ignore[no-untyped-call] # it has no annotations
         if node["Alive"]
-    ]
+    }
 
 
 def _await(reference: "ray.ObjectRef[object]") -> Iterator[None]:
