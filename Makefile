@@ -50,7 +50,7 @@ rooms: $(VENV)/.dev
 	@$(BIN)/python scripts/list_rooms.py
 
 soak: $(VENV)/.dev
-	@$(PYTEST) -m soak --timeout 3600
+	@$(PYTEST) -m soak
 
 clean:
 	@rm -rf $(VENV) dist build

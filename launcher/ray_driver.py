@@ -28,7 +28,7 @@ from launcher.ray_messages import (
     decode,
     encode,
 )
-from launcher.ray_placement import place_stages
+from launcher.ray_placement import RayNode, explain_wait, place_replica
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 
 _KILLED = -9
@@ -38,14 +38,14 @@ _PATIENCE_S = 10.0
 
 
 class FaceLife:
-    """One life of one replica, from its placement groups to its end."""
+    """One life of one replica, from its placement group to its end."""
 
     def __init__(self, order: StartFace, send: Callable[[Message], None]) -> None:
-        """Asks for the placement groups."""
+        """Starts nothing yet."""
         self._order = order
         self._send = send
         self._steps = self._live()
-        self._groups: list[PlacementGroup] = []
+        self._group: PlacementGroup | None = None
         self._actor: ActorHandle[FaceActor] | None = None
         self._is_draining = False
         self.is_over = False
@@ -77,30 +77,27 @@ class FaceLife:
         with suppress(RayError):
             if self._actor is not None:
                 ray.kill(self._actor)
-            for group in self._groups:
-                remove_placement_group(group)
+            if self._group is not None:
+                remove_placement_group(self._group)
         self._send(FaceEnded(life=self._order.life, status=status))
 
     def _live(self) -> Iterator[None]:
         order = self._order
-        # A face starts its ranks itself: all of them are on its node.
-        node_ids = (ray.get_runtime_context().get_node_id(),)
-        for stage in place_stages(order.num_stages, order.ranks_per_stage, node_ids):
-            group = placement_group(
-                [{"CPU": 1.0}] * stage.num_bundles,
-                strategy=stage.strategy,
-                name=f"{order.name}-{order.life}",
-                _soft_target_node_id=stage.node_id,
-            )
-            self._groups.append(group)
-        yield from self._await_room()
+        machine = _own_machine()
+        placement = place_replica(order.num_ranks, machine)
+        self._group = placement_group(
+            [dict(bundle) for bundle in placement.bundles],
+            strategy=placement.strategy,
+            name=f"{order.name}-{order.life}",
+        )
+        yield from self._await_room(self._group, machine)
         actor = (
             ray.remote(FaceActor)
             .options(
                 name=f"{order.name}-{order.life}",
                 num_cpus=1,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
             )
             .remote()
         )
@@ -120,16 +117,33 @@ class FaceLife:
                 return
             yield
 
-    def _await_room(self) -> Iterator[None]:
+    def _await_room(self, group: PlacementGroup, machine: str) -> Iterator[None]:
         since_s = time.monotonic()
         was_told = False
-        while not all(group.wait(0) for group in self._groups):
+        while not group.wait(0):
             if not was_told and time.monotonic() - since_s > _PATIENCE_S:
                 was_told = True
-                num_ranks = self._order.num_stages * self._order.ranks_per_stage
-                text = f"waits for {num_ranks} free CPU in the Ray cluster"
+                nodes = tuple(_list_nodes().values())
+                text = explain_wait(self._order.num_ranks, machine, nodes)
                 self._send(FaceLine(life=self._order.life, text=text))
             yield
+
+
+def _own_machine() -> str:
+    """Returns the address of the node that this driver joined, as the cluster calls it."""
+    return _list_nodes()[ray.get_runtime_context().get_node_id()].address
+
+
+def _list_nodes() -> dict[str, RayNode]:
+    """Returns the living nodes by their ids."""
+    return {
+        str(node["NodeID"]): RayNode(
+            address=str(node["NodeManagerAddress"]),
+            num_cpus=float(node["Resources"].get("CPU", 0.0)),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call] # it has no annotations
+        if node["Alive"]
+    }
 
 
 def _await(reference: "ray.ObjectRef[object]") -> Iterator[None]:

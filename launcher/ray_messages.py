@@ -17,8 +17,7 @@ class StartFace:
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    num_stages: int
-    ranks_per_stage: int
+    num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

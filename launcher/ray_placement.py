@@ -1,41 +1,51 @@
-"""Where the ranks of a replica go in a Ray cluster: pure, one bundle a rank.
+"""Where a replica goes in a Ray cluster: pure, one placement group a replica, one bundle a rank.
 
-Tensor ranks of a stage exchange tensors in every layer and share a node; stages exchange one tensor
-a step and take a node each while there are enough.
+A face starts its ranks itself and speaks to them over socket pairs, so all ranks of a replica,
+pipeline stages too, share a node. Which node that is, is Ray's choice among those of the launcher's
+machine: everything of a cluster listens on one address there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+_PINNED = 0.001
+"""Of Ray's own resource `node:<address>`, of which each node has 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StagePlacement:
-    """The placement group of one stage."""
+class RayNode:
+    """What is known of a node of the Ray cluster."""
 
-    num_bundles: int
-    strategy: str
-    node_id: str | None
-    """Where it should go if it fits; None leaves it to Ray."""
+    address: str
+    num_cpus: float
+    """In all, free or not."""
 
 
-def place_stages(
-    num_stages: int, ranks_per_stage: int, node_ids: Sequence[str]
-) -> tuple[StagePlacement, ...]:
-    """Returns one placement group per stage.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPlacement:
+    """The placement group of one replica. The face's actor goes into the first bundle."""
+
+    bundles: tuple[Mapping[str, float], ...]
+    strategy: str = "STRICT_PACK"
+
+
+def place_replica(num_ranks: int, machine: str) -> ReplicaPlacement:
+    """Returns a group that fits on one node of a machine, or nowhere.
 
     Args:
-        num_stages: pipeline stages.
-        ranks_per_stage: tensor ranks of each.
-        node_ids: nodes that may hold ranks of this replica, that of stage 0 first.
+        num_ranks: of the replica; each takes a CPU.
+        machine: address of the launcher's machine, as Ray calls it.
     """
-    return tuple(
-        StagePlacement(
-            num_bundles=ranks_per_stage,
-            strategy="STRICT_PACK",
-            # Neighbours stay together when stages outnumber nodes.
-            node_id=node_ids[stage * min(len(node_ids), num_stages) // num_stages]
-            if node_ids
-            else None,
-        )
-        for stage in range(num_stages)
+    bundle = {"CPU": 1.0, f"node:{machine}": _PINNED}
+    return ReplicaPlacement(bundles=(bundle,) * num_ranks)
+
+
+def explain_wait(num_ranks: int, machine: str, nodes: Sequence[RayNode]) -> str:
+    """Says what a replica waits for, and whether waiting can help."""
+    here = [node.num_cpus for node in nodes if node.address == machine]
+    if max(here, default=0.0) >= num_ranks:
+        return f"waits for {num_ranks} free CPU on one Ray node at {machine}"
+    return (
+        f"waits for a Ray node at {machine} with {num_ranks} CPU; the largest has "
+        f"{max(here, default=0.0):g}: ranks of one replica are not spread over nodes"
     )

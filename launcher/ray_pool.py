@@ -108,8 +108,7 @@ class RayPlace:
             name=name,
             argv=tuple(argv),
             env=dict(env),
-            num_stages=1 if engine is None else engine.pipeline_parallel,
-            ranks_per_stage=1 if engine is None else engine.tensor_parallel,
+            num_ranks=(1 if engine is None else engine.tensor_parallel * engine.pipeline_parallel),
         )
         return self._session.start(order, on_line)
 
@@ -161,10 +160,6 @@ class _Session:
 
     def __init__(self, config: RayConfig, report: Callable[[str], None]) -> None:
         ours, theirs = make_pair()
-        argv = [sys.executable, "-m", "launcher.roles.ray_keeper"]
-        argv += ["--channel-fd", str(theirs.fileno()), "--num-cpus", str(config.num_cpus)]
-        argv += ["--dashboard"] if config.has_dashboard else []
-        argv += [] if config.address is None else ["--address", config.address]
         self._children: dict[int, RayChild] = {}
         self._lock = threading.Lock()
         """Of `_children` and `_is_over`: a child is either told of the end or never added."""
@@ -172,7 +167,7 @@ class _Session:
         self._last_line = "it said nothing"
         self._report = report
         self._keeper: ChildProcess = spawn(
-            argv,
+            keeper_command(config, theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             env=_environment(config),
             stdout=PIPE,
@@ -254,6 +249,15 @@ class _Session:
                 self._children.pop(message.life).end(message.status)
             case _:
                 raise AssertionError(f"no event: {message}")
+
+
+def keeper_command(config: RayConfig, channel_fd: int) -> tuple[str, ...]:
+    """Returns what starts the keeper, and what it tells the driver."""
+    argv = [sys.executable, "-m", "launcher.roles.ray_keeper"]
+    argv += ["--channel-fd", str(channel_fd), "--num-cpus", str(config.num_cpus)]
+    argv += ["--dashboard"] if config.has_dashboard else []
+    argv += [] if config.address is None else ["--address", config.address]
+    return tuple(argv)
 
 
 def _environment(config: RayConfig) -> dict[str, str]:

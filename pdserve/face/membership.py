@@ -18,15 +18,21 @@ class Membership:
     heartbeat_s: float
     lease_s: float
     _is_reachable: bool = True
+    _has_left: bool = False
 
     async def run(self) -> None:
-        """Renews until cancelled."""
-        while True:
+        """Renews until cancelled, or until it has left."""
+        while not self._has_left:
             await self.renew()
             await asyncio.sleep(self.heartbeat_s)
 
     async def renew(self) -> None:
-        """Writes the record once; logs when the registry goes and when it comes back."""
+        """Writes the record once; logs when the registry goes and when it comes back.
+
+        Does nothing after `leave`: a face that closes slowly must not look alive meanwhile.
+        """
+        if self._has_left:
+            return
         try:
             await self.registry.register(self.record, self.lease_s)
         except RegistryUnavailable as error:
@@ -40,7 +46,8 @@ class Membership:
         self._is_reachable = True
 
     async def leave(self) -> None:
-        """Takes the record out; the lease does it if the registry is away."""
+        """Takes the record out for good; the lease does it if the registry is away."""
+        self._has_left = True
         try:
             await self.registry.deregister(self.record.worker_id, self.record.incarnation)
         except RegistryUnavailable:

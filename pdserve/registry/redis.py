@@ -99,9 +99,27 @@ class RedisRegistry:
     async def _within_deadline(self, call: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await call
+                return await heed_cancel(call)
         except (RedisError, OSError, TimeoutError) as error:
             raise RegistryUnavailable(f"Redis does not answer: {error!r}") from error
+
+
+async def heed_cancel(call: Awaitable[T]) -> T:
+    """Awaits a call that may swallow a cancel, and raises the cancel behind it.
+
+    The client sends through `asyncio.wait_for`, which up to Python 3.11 drops a cancel that comes
+    in the very turn in which the send ends: a task that was cancelled once would go on for ever.
+
+    Raises:
+        CancelledError: this task was cancelled meanwhile.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
+    result = await call
+    if task.cancelling() > num_cancels:
+        raise asyncio.CancelledError
+    return result
 
 
 def encode_record(record: WorkerRecord) -> bytes:

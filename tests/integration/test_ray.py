@@ -36,6 +36,7 @@ PLANS = [
     Plan(prompt_ids=tuple(range(10, 110)), max_tokens=60),
     Plan(prompt_ids=tuple(range(200, 290)), max_tokens=60, temperature=0.9, seed=11),
 ]
+DASHBOARD_PORT = 8265
 GONE_S = 10.0
 """Case C10: after this long nothing may hold memory."""
 
@@ -108,14 +109,19 @@ def test_faces_run_below_actors_and_all_of_ray_listens_on_loopback_only(
              ("prefill-0", "decode-0", "decode-1")}  # fmt: skip
     assert set(names.values()) == {"ray::FaceActor"}
     listening = [
-        connection.laddr.ip
+        (connection.laddr.ip, connection.laddr.port)
         for pid in ray_cluster.ray_pids()
         for connection in psutil.Process(pid).net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
     assert len(listening) > 8
-    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    assert {ip.removeprefix("::ffff:") for ip, _ in listening} == {"127.0.0.1"}
     assert not any("dashboard http" in line for line in ray_cluster.lines)
+    # Ray runs this process for its own statistics even so, but without pages to look at.
+    commands = [psutil.Process(pid).cmdline() for pid in ray_cluster.ray_pids()]
+    dashboards = [argv for argv in commands if any("dashboard.py" in word for word in argv)]
+    assert all("--disable-frontend" in argv for argv in dashboards)
+    assert DASHBOARD_PORT not in {port for _, port in listening}
 
 
 async def test_TOK_C10_killed_actor_takes_face_and_rank_along_and_comes_back_to_serve(

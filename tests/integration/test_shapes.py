@@ -90,6 +90,37 @@ async def test_A15_TOK_kv_of_one_shape_decodes_in_another(
         assert num_ranks == [shape[0] * shape[1], shape[2] * shape[3]]
 
 
+async def test_A13_A14_samples_penalties_and_prompt_logprobs_on_ranks_equal_one_rank(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    requests = [
+        {"prompt_ids": PROMPTS[2], "n": 4, "temperature": 0.9, "seed": 5, "max_tokens": NUM_TOKENS}
+        | {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
+        | {"ignore_eos": True, "logit_bias": {40: 1.5}},
+        {"prompt_ids": PROMPTS[3], "temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+        | {"prompt_logprobs": 5, "logprobs": 5, "echo": True},
+    ]
+    found: list[list[Generation]] = []
+    for shape in ((2, 2, 1, 2), (1, 1, 1, 1)):
+        with cluster_of(tiny_llama_folder, shape_of(*shape)) as harness:
+            async with harness.connect() as client:
+                found.append([await client.generate(**request) for request in requests])
+                await assert_ledger(client, num_workers=2)
+    for on_ranks, alone in zip(*found, strict=True):
+        assert_one_end(on_ranks)
+        assert_not_recomputed(on_ranks)
+        assert tokens_of(on_ranks) == tokens_of(alone)
+        assert on_ranks.prompt_logprobs == alone.prompt_logprobs
+        assert on_ranks.logprobs == alone.logprobs
+    samples, scored = found[0]
+    assert len({tuple(ids) for ids in tokens_of(samples).values()}) == 4
+    assert len(scored.prompt_logprobs) == len(PROMPTS[3]) - 1
+
+
+def tokens_of(generation: Generation) -> dict[int, list[int]]:
+    return {index: sample.token_ids for index, sample in generation.samples.items()}
+
+
 async def test_A15_the_death_of_one_rank_is_the_death_of_its_replica_and_changes_no_token(
     tiny_llama_folder: Path,  # noqa: F811
     runner: ModelRunner,

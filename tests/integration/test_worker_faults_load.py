@@ -163,6 +163,5 @@ async def test_BOUND_two_hundred_requests_and_kills_leave_no_growth(tiny: Cluste
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 async def test_BOUND_many_requests_and_kills_leave_no_growth(tiny: ClusterHarness) -> None:
     await grow(tiny, num_requests=20_000, num_kills=60)

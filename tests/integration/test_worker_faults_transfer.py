@@ -29,6 +29,7 @@ from tests.support.faults import (
     SHORT_TIMES,
     SLOW_DECODE,
     SLOW_PREFILL,
+    Stream,
     Undisturbed,
     find_victim,
     incarnations,
@@ -187,6 +188,10 @@ def prefill_on_port(cluster: ClusterHarness, port: int) -> Iterator[ChildProcess
         child.wait(5.0)
 
 
+_DEATHS_PER_REQUEST = 5
+"""Fewer than the attempts that a request has."""
+
+
 async def restart_prefill_on_one_port(folder: Path, num_restarts: int) -> None:
     """Kills the only prefill worker in mid-transfer, again and again; decode must not mind."""
     port = free_port("127.0.0.1")
@@ -196,19 +201,22 @@ async def restart_prefill_on_one_port(folder: Path, num_restarts: int) -> None:
             canary = await Canary.hatch(cluster, client)
             undisturbed = Undisturbed(cluster)
             await undisturbed.learn(client, [PLAN])
-            streams = []
-            for _ in range(num_restarts):
+            stream: Stream | None = None
+            for number in range(1, num_restarts + 1):
                 with prefill_on_port(cluster, port) as child:
                     await wait_for_prefill(client)
-                    streams = streams or start_all(client, [PLAN])
-                    await find_victim(client, streams, "mid-transfer", "decode")
+                    if stream is None:
+                        (stream,) = start_all(client, [PLAN])
+                    await find_victim(client, [stream], "mid-transfer", "decode")
                     child.send_signal(signal.SIGKILL)
-            with prefill_on_port(cluster, port):
-                await wait_for_prefill(client)
-                (stream,) = streams
-                undisturbed.check(PLAN, await stream.end())
-                await assert_ledger(client, 2)
-                await canary.assert_alive(client, num_expected_restarts=0)
+                if number % _DEATHS_PER_REQUEST and number < num_restarts:
+                    continue
+                with prefill_on_port(cluster, port):
+                    await wait_for_prefill(client)
+                    undisturbed.check(PLAN, await stream.end())
+                    await assert_ledger(client, 2)
+                    await canary.assert_alive(client, num_expected_restarts=0)
+                stream = None
 
 
 async def wait_for_prefill(client: HarnessClient) -> None:

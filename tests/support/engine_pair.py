@@ -165,14 +165,20 @@ class EnginePair:
         self._is_overlapped = is_overlapped
         self.late_runners: list[LateRunner] = []
         self.prefill_outbox, self.decode_outbox = RecordingOutbox(), RecordingOutbox()
-        prefill = self._context(Role.PREFILL, PREFILL, prefill_blocks, self.prefill_outbox)
-        decode = self._context(Role.DECODE, DECODE, decode_blocks, self.decode_outbox)
-        self.prefill: PrefillEngine = build_prefill(prefill, links=self.links)
-        self.decode: DecodeEngine = build_decode(decode, links=self.links)
+        self.prefill: PrefillEngine = self._build_prefill(prefill_blocks)
+        self.decode: DecodeEngine = self._build_decode(decode_blocks)
         self.may_deliver = True
         self._decode_calls: dict[int, int] = {}
         self._next_call_id = 1000
         self._attempts: dict[str, int] = {}
+
+    def _build_prefill(self, num_blocks: int) -> PrefillEngine:
+        context = self._context(Role.PREFILL, PREFILL, num_blocks, self.prefill_outbox)
+        return build_prefill(context, links=self.links)
+
+    def _build_decode(self, num_blocks: int) -> DecodeEngine:
+        context = self._context(Role.DECODE, DECODE, num_blocks, self.decode_outbox)
+        return build_decode(context, links=self.links)
 
     def _context(
         self, role: Role, incarnation: Incarnation, num_blocks: int, outbox: RecordingOutbox

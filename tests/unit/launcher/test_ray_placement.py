@@ -1,37 +1,37 @@
 import pytest
 
-from launcher.ray_placement import place_stages
+from launcher.ray_placement import RayNode, explain_wait, place_replica
 
-NODES = ("a", "b", "c", "d")
-
-
-def nodes_of(num_stages: int, num_nodes: int) -> list[str | None]:
-    return [stage.node_id for stage in place_stages(num_stages, 2, NODES[:num_nodes])]
-
-
-def test_every_stage_has_a_bundle_per_tensor_rank_on_one_node() -> None:
-    stages = place_stages(2, 4, NODES)
-    assert [(stage.num_bundles, stage.strategy) for stage in stages] == [(4, "STRICT_PACK")] * 2
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_nodes", "expected"),
-    [
-        (1, 1, ["a"]),
-        (1, 4, ["a"]),
-        (2, 1, ["a", "a"]),
-        (2, 2, ["a", "b"]),
-        (2, 4, ["a", "b"]),
-        (4, 2, ["a", "a", "b", "b"]),
-        (4, 3, ["a", "a", "b", "c"]),
-        (3, 2, ["a", "a", "b"]),
-    ],
+HERE, ELSEWHERE = "10.0.0.1", "10.0.0.2"
+NODES = (
+    RayNode(address=HERE, num_cpus=2.0),
+    RayNode(address=HERE, num_cpus=4.0),
+    RayNode(address=ELSEWHERE, num_cpus=64.0),
 )
-def test_stages_spread_in_order_over_the_nodes(
-    num_stages: int, num_nodes: int, expected: list[str]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_all_ranks_of_a_replica_share_one_node(num_ranks: int) -> None:
+    placement = place_replica(num_ranks, HERE)
+    assert placement.strategy == "STRICT_PACK"
+    assert [bundle["CPU"] for bundle in placement.bundles] == [1.0] * num_ranks
+
+
+def test_a_replica_stays_on_the_launchers_machine_and_leaves_room_for_others_there() -> None:
+    bundles = place_replica(8, HERE).bundles
+    shares = [bundle[f"node:{HERE}"] for bundle in bundles]
+    assert all(set(bundle) == {"CPU", f"node:{HERE}"} for bundle in bundles)
+    assert 0 < sum(shares) <= 0.01
+
+
+def test_a_replica_that_fits_waits_for_free_cpus() -> None:
+    assert explain_wait(4, HERE, NODES) == f"waits for 4 free CPU on one Ray node at {HERE}"
+
+
+@pytest.mark.parametrize(("nodes", "largest"), [(NODES, 4), (NODES[2:], 0), ((), 0)])
+def test_a_replica_that_fits_on_no_node_is_told_that_waiting_alone_is_in_vain(
+    nodes: tuple[RayNode, ...], largest: int
 ) -> None:
-    assert nodes_of(num_stages, num_nodes) == expected
-
-
-def test_without_known_nodes_the_choice_is_left_to_ray() -> None:
-    assert nodes_of(2, 0) == [None, None]
+    text = explain_wait(5, HERE, nodes)
+    assert f"with 5 CPU; the largest has {largest}:" in text
+    assert "not spread over nodes" in text

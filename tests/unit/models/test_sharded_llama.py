@@ -1,7 +1,6 @@
 """A model on several ranks computes what it does on one; the ranks are threads of this process."""
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,11 @@ from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
-from pdserve.layers.parallel import Shard
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.models.registry import load_model
 from tests.support.generation import compute_logits, make_request, make_slice
 from tests.support.kv import whole_blocks
+from tests.support.thread_ranks import make_shards
 from tests.support.tiny_models import make_tiny, make_tiny_llama, make_tiny_qwen2
 
 SIZES = {
@@ -34,79 +33,15 @@ PROMPT = tuple((7 * index) % 380 for index in range(90))
 BLOCKS = (5, 1, 4, 0, 2, 7, 3)
 
 
-class ThreadGroup:
-    """A `TensorGroup` of threads."""
-
-    def __init__(self, rank: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:
-        self.rank = rank
-        self.size = len(slots)
-        self._slots = slots
-        self._barrier = barrier
-
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self._slots[self.rank] = x.clone()
-        self._barrier.wait(20)
-        parts = [part for part in self._slots if part is not None]
-        self._barrier.wait(20)
-        return parts
-
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        parts = self._exchange(x)
-        assert [part.shape[1] for part in parts] == list(widths)
-        return torch.cat(parts, dim=1)
-
-    def sum(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
-
-
-class ThreadStages:
-    """A `StageLink` of threads."""
-
-    def __init__(self, rank: int, width: int, boxes: dict[tuple[str, int], list[Tensor]]) -> None:
-        self._rank = rank
-        self._width = width
-        self._boxes = boxes
-
-    def _take(self, key: tuple[str, int]) -> Tensor:
-        while not self._boxes.get(key):
-            threading.Event().wait(0.001)
-        return self._boxes[key].pop(0)
-
-    def receive(self, num_rows: int, num_columns: int) -> Tensor:
-        return self._take(("x", self._rank))
-
-    def send(self, x: Tensor) -> None:
-        self._boxes.setdefault(("x", self._rank + self._width), []).append(x)
-
-    def receive_logits(self, num_rows: int, num_columns: int) -> Tensor:
-        return self._take(("logits", 0))
-
-    def send_logits(self, logits: Tensor) -> None:
-        self._boxes.setdefault(("logits", 0), []).append(logits)
-
-
 class ThreadRanks:
     """All ranks of a replica."""
 
     def __init__(self, folder: Path, engine: EngineConfig) -> None:
         config = read_model_config(folder)
         self.geometry = geometry_of(config, engine)
-        tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
-        slots: list[list[Tensor | None]] = [[None] * tensor for _ in range(stages)]
-        barriers = [threading.Barrier(tensor) for _ in range(stages)]
-        boxes: dict[tuple[str, int], list[Tensor]] = {}
         self.runners = []
-        for part in self.geometry.parts:
-            group = ThreadGroup(part.tensor_rank, slots[part.stage], barriers[part.stage])
-            shard = Shard(
-                whole=config,
-                part=part,
-                tensor_parallel=tensor,
-                num_stages=stages,
-                is_exact=engine.dtype == "float32",
-                group=group if tensor > 1 else None,
-                stages=ThreadStages(part.rank, tensor, boxes) if stages > 1 else None,
-            )
+        shards = make_shards(folder, engine)
+        for part, shard in zip(self.geometry.parts, shards, strict=True):
             model = load_model(folder, engine, shard)
             self.runners.append(ModelRunner(model, KvTensors(self.geometry, 8, part)))
         self._pool = ThreadPoolExecutor(len(self.runners))

@@ -1,6 +1,7 @@
 """One suite over every registry, and what only Redis can do."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from redis.asyncio import Redis
 from launcher.redis_server import RedisServer
 from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.registry.redis import RedisRegistry, decode_record, encode_record
+from pdserve.registry.redis import RedisRegistry, decode_record, encode_record, heed_cancel
 from pdserve.request import Incarnation, Role, WorkerId
 from pdserve.timeline import ManualClock
 
@@ -188,3 +189,46 @@ def test_record_survives_encoding() -> None:
 def test_unknown_fields_of_a_later_version_are_ignored() -> None:
     value = encode_record(RECORD).replace(b"{", b'{"colour": "red", ', 1)
     assert decode_record(value) == RECORD
+
+
+async def swallow_cancel(started: asyncio.Event) -> str:
+    """Ends well in the very turn in which it is cancelled."""
+    started.set()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    return "sent"
+
+
+async def test_C9_a_cancel_that_the_client_swallows_still_ends_the_task():
+    started = asyncio.Event()
+
+    async def renew_for_ever() -> None:
+        while True:
+            await heed_cancel(swallow_cancel(started))
+
+    task = asyncio.create_task(renew_for_ever())
+    await started.wait()
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=5.0)
+    assert done
+    assert task.cancelled()
+
+
+async def test_a_call_made_while_its_task_ends_is_not_cut_short():
+    answers: list[str] = []
+
+    async def answer() -> str:
+        return "left"
+
+    async def leave_at_the_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            answers.append(await heed_cancel(answer()))
+
+    task = asyncio.create_task(leave_at_the_end())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=5.0)
+    assert answers == ["left"]
+    assert task.cancelled()
