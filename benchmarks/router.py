@@ -1,6 +1,6 @@
 """What the router costs: CPU per token, tokens per second, stalls, added time to first token.
 
-`python -m benchmarks.router [cpu|http|stall|ttft|metrics ...]`: all parts without arguments. The
+`python -m benchmarks.router [cpu|ratio|http|stall|ttft|metrics ...]`: all parts without arguments. The
 router is the real one, with Redis, admission, metrics, detokenization and a stop string in each
 request; only the worker has no model (`token_source`). All three processes share the machine.
 """
@@ -21,8 +21,10 @@ from pathlib import Path
 import grpc
 import uvloop
 
+from benchmarks.grpc_floor import serving_floor
 from benchmarks.processes import cpu_s, first_line, percentile, running
 from benchmarks.report import Row, write
+from benchmarks.streams import NUM_RUNS, NUM_STREAMS, OUTPUT_TOKENS, PACED_S, read_stream
 from launcher.model_source import resolve_model
 from launcher.redis_server import RedisServer, free_port
 from pdserve.request import FrontId, HandoffId, Request, RequestId, SamplingParams
@@ -30,12 +32,8 @@ from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 
-NUM_STREAMS = 64
-OUTPUT_TOKENS = 400
-PACED_S = 0.012
-"""An engine's iteration: 64 sequences make 5,300 tokens/s, which leaves no message to merge."""
-NUM_RUNS = 3
 LONG_PROMPT_TOKENS = 131_072
+NUM_PAIRS = 5
 PROMPT = list(range(400, 528))
 STOP = "\n\nUser:"
 WORKLOAD = (
@@ -131,15 +129,6 @@ async def client(site: Site) -> AsyncIterator["inference_pb2_grpc.InferenceAsync
         yield inference_pb2_grpc.InferenceStub(channel)
 
 
-async def read_stream(call: grpc.aio.UnaryStreamCall) -> tuple[int, int]:
-    """Returns tokens and messages of a stream."""
-    num_tokens = num_messages = 0
-    async for message in call:
-        num_tokens += len(message.chunk.token_ids)
-        num_messages += 1
-    return num_tokens, num_messages
-
-
 async def grpc_load(site: Site) -> tuple[int, int]:
     """Runs all streams over gRPC; returns tokens and messages."""
     async with client(site) as stub:
@@ -226,6 +215,30 @@ def measure_cpu(folder: Path, load: Load, name: str, bounds: tuple[float | None,
                 )
             )
     return rows
+
+
+def measure_ratio(folder: Path) -> list[Row]:
+    """Measures what the router adds to a server that does nothing but write, turn by turn."""
+    with serving_floor() as floor, serving(folder, PACED_S) as site:
+        uvloop.run(floor.measure_us())
+        uvloop.run(measure_load(site, grpc_load))
+        pairs = []
+        for _ in range(NUM_PAIRS):
+            floor_us = uvloop.run(floor.measure_us())
+            router = uvloop.run(measure_load(site, grpc_load))
+            pairs.append((router["us_per_token"], floor_us))
+    return [
+        Row(
+            name="gRPC: router CPU per token / bare grpc.aio writer",
+            value=statistics.median(router_us / floor_us for router_us, floor_us in pairs),
+            unit="x",
+            bound=1.3,
+            details={
+                "router_us": [round(router_us, 1) for router_us, _ in pairs],
+                "floor_us": [round(floor_us, 1) for _, floor_us in pairs],
+            },
+        )
+    ]
 
 
 def measure_stalls(folder: Path) -> list[Row]:
@@ -364,6 +377,7 @@ def measure_scrape(folder: Path) -> list[Row]:
 
 PARTS: dict[str, Callable[[Path], list[Row]]] = {
     "cpu": lambda folder: measure_cpu(folder, grpc_load, "gRPC", (60.0, 12_000.0)),
+    "ratio": measure_ratio,
     "http": lambda folder: measure_cpu(folder, http_load, "HTTP", (None, None)),
     "stall": measure_stalls,
     "ttft": measure_ttft,
