@@ -1,7 +1,7 @@
 """What the router costs: CPU per token, tokens per second, stalls, added time to first token.
 
-`python -m benchmarks.router [cpu|ratio|http|stall|ttft|metrics ...]`: all parts without arguments. The
-router is the real one, with Redis, admission, metrics, detokenization and a stop string in each
+`python -m benchmarks.router [cpu|ratio|http|stall|ttft|metrics ...]`: all parts without arguments.
+The router is the real one, with Redis, admission, metrics, detokenization and a stop string in each
 request; only the worker has no model (`token_source`). All three processes share the machine.
 """
 

@@ -65,7 +65,7 @@ class ClientBuffer:
 
     def push(self, delta: Delta) -> bool:
         """Adds output; False when the client is too far behind and must be cut."""
-        if self.ending is not None or delta.is_empty:
+        if self.ending is not None or not (delta.token_ids or delta.text):
             return True
         self._pending_bytes += delta.num_bytes()
         if self._pending_bytes > self._max_bytes:
@@ -120,10 +120,12 @@ class ClientBuffer:
             if self._taken:
                 return self._taken.popleft()
             if self._pending and not self._awaits_prompt:
+                self._pending_bytes = 0
+                if len(self._pending) == 1:
+                    return self._pending.popitem()[1]
                 self._taken.extend(self._pending.values())
                 self._pending.clear()
-                self._pending_bytes = 0
-                return self._taken.popleft()
+                continue
             if self.ending is not None:
                 return None
             assert self._waiter is None, "a buffer has one handler"

@@ -19,11 +19,6 @@ class Delta:
     logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
     text: str = ""
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to send."""
-        return not self.token_ids and not self.text
-
     def num_bytes(self) -> int:
         """Returns about the bytes it takes in memory and on the wire."""
         num_bytes = 64 + 4 * len(self.token_ids) + 4 * len(self.text)
