@@ -48,7 +48,8 @@ class TextExposition:
         head = self._heads.get(key)
         if head is None:
             head = self._heads[key] = sample.name + _label_text(sample.labels)
-        return f"{head} {floatToGoString(sample.value)}\n"
+        number = floatToGoString(sample.value)  # type: ignore[no-untyped-call]  # the library has none
+        return f"{head} {number}\n"
 
 
 def _label_text(labels: Mapping[str, str]) -> str:
