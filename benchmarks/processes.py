@@ -17,6 +17,28 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
+@contextmanager
+def spread(first_pid: int, second_pid: int) -> Iterator[None]:
+    """Gives one process a core, and a second and this one another.
+
+    Left alone, some kernels wake all three on one core while the other idles.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    _pin(first_pid, cores[0])
+    _pin(second_pid, cores[-1])
+    _pin(os.getpid(), cores[-1])
+    try:
+        yield
+    finally:
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), cores)
+
+
+def _pin(pid: int, core: int) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
+
+
 def memory_bytes(pid: int) -> dict[str, int]:
     """Returns RSS and its parts; shared pages count once per process in Rss, by share in Pss."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()

@@ -1,7 +1,7 @@
 """What the router costs: CPU per token, tokens per second, stalls, added time to first token.
 
-`python -m benchmarks.router [cpu|http|stall|ttft|metrics ...]`: all parts without arguments. The
-router is the real one, with Redis, admission, metrics, detokenization and a stop string in each
+`python -m benchmarks.router [cpu|ratio|http|stall|ttft|metrics ...]`: all parts without arguments.
+The router is the real one, with Redis, admission, metrics, detokenization and a stop string in each
 request; only the worker has no model (`token_source`). All three processes share the machine.
 """
 
@@ -14,15 +14,17 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import uvloop
 
-from benchmarks.processes import cpu_s, first_line, percentile, running
+from benchmarks.grpc_floor import serving_floor
+from benchmarks.processes import cpu_s, first_line, percentile, running, spread
 from benchmarks.report import Row, write
+from benchmarks.streams import NUM_RUNS, NUM_STREAMS, OUTPUT_TOKENS, PACED_S, read_stream
 from launcher.model_source import resolve_model
 from launcher.redis_server import RedisServer, free_port
 from pdserve.request import FrontId, HandoffId, Request, RequestId, SamplingParams
@@ -30,12 +32,8 @@ from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 
-NUM_STREAMS = 64
-OUTPUT_TOKENS = 400
-PACED_S = 0.012
-"""An engine's iteration: 64 sequences make 5,300 tokens/s, which leaves no message to merge."""
-NUM_RUNS = 3
 LONG_PROMPT_TOKENS = 131_072
+NUM_PAIRS = 5
 PROMPT = list(range(400, 528))
 STOP = "\n\nUser:"
 WORKLOAD = (
@@ -50,6 +48,7 @@ class Site:
     """A router with its one worker."""
 
     pid: int
+    worker_pid: int
     grpc: str
     http: str
     metrics: str
@@ -78,6 +77,7 @@ def serving(folder: Path, interval_s: float, *, is_watched: bool = False) -> Ite
             first_line(router, "router ready")
             site = Site(
                 pid=router.pid,
+                worker_pid=worker.pid,
                 grpc=f"127.0.0.1:{ports['port']}",
                 http=f"127.0.0.1:{ports['http-port']}",
                 metrics=f"127.0.0.1:{ports['metrics-port']}",
@@ -129,15 +129,6 @@ async def client(site: Site) -> AsyncIterator["inference_pb2_grpc.InferenceAsync
     """Opens a client."""
     async with open_channel(site.grpc) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
-
-
-async def read_stream(call: grpc.aio.UnaryStreamCall) -> tuple[int, int]:
-    """Returns tokens and messages of a stream."""
-    num_tokens = num_messages = 0
-    async for message in call:
-        num_tokens += len(message.chunk.token_ids)
-        num_messages += 1
-    return num_tokens, num_messages
 
 
 async def grpc_load(site: Site) -> tuple[int, int]:
@@ -197,35 +188,54 @@ async def measure_load(site: Site, load: Load) -> dict[str, float]:
 
 
 def measure_cpu(folder: Path, load: Load, name: str, bounds: tuple[float | None, ...]) -> list[Row]:
-    """Measures one protocol: paced for CPU per token, unpaced for throughput."""
+    """Measures one protocol: at an engine's pace, and as fast as the machine goes."""
     rows = []
-    for interval_s in (PACED_S, 0.0):
-        with serving(folder, interval_s) as site:
+    for interval_s, pace in ((PACED_S, f"a step each {PACED_S * 1e3:g} ms"), (0.0, "full speed")):
+        with serving(folder, interval_s) as site, ExitStack() as stack:
+            if not interval_s:
+                stack.enter_context(spread(site.pid, site.worker_pid))
             uvloop.run(measure_load(site, load))
             runs = [uvloop.run(measure_load(site, load)) for _ in range(NUM_RUNS)]
-        details = {key: [round(run[key], 3) for run in runs] for key in runs[0]}
-        if interval_s:
-            rows.append(
-                Row(
-                    name=f"{name}: router CPU per token, one message per token",
-                    value=statistics.median(run["us_per_token"] for run in runs),
-                    unit="us",
-                    bound=bounds[0],
-                    details=details,
-                )
-            )
-        else:
-            rows.append(
-                Row(
-                    name=f"{name}: tokens per second",
-                    value=statistics.median(run["tokens_per_s"] for run in runs),
-                    unit="tokens/s",
-                    bound=bounds[1],
-                    better="higher",
-                    details=details,
-                )
-            )
+        details: dict[str, object] = {key: [round(run[key], 3) for run in runs] for key in runs[0]}
+        row_name = f"{name}: router CPU per token, one message per token, {pace}"
+        value = statistics.median(run["us_per_token"] for run in runs)
+        rows.append(Row(name=row_name, value=value, unit="us", bound=bounds[0], details=details))
+    # Of the runs at full speed.
+    rows.append(
+        Row(
+            name=f"{name}: tokens per second",
+            value=statistics.median(run["tokens_per_s"] for run in runs),
+            unit="tokens/s",
+            bound=bounds[1],
+            better="higher",
+            details=details,
+        )
+    )
     return rows
+
+
+def measure_ratio(folder: Path) -> list[Row]:
+    """Measures what the router adds to a server that does nothing but write, turn by turn."""
+    with serving_floor() as floor, serving(folder, PACED_S) as site:
+        uvloop.run(floor.measure_us())
+        uvloop.run(measure_load(site, grpc_load))
+        pairs = []
+        for _ in range(NUM_PAIRS):
+            floor_us = uvloop.run(floor.measure_us())
+            router = uvloop.run(measure_load(site, grpc_load))
+            pairs.append((router["us_per_token"], floor_us))
+    return [
+        Row(
+            name="gRPC: router CPU per token / bare grpc.aio writer",
+            value=statistics.median(router_us / floor_us for router_us, floor_us in pairs),
+            unit="x",
+            bound=1.3,
+            details={
+                "router_us": [round(router_us, 1) for router_us, _ in pairs],
+                "floor_us": [round(floor_us, 1) for _, floor_us in pairs],
+            },
+        )
+    ]
 
 
 def measure_stalls(folder: Path) -> list[Row]:
@@ -364,6 +374,7 @@ def measure_scrape(folder: Path) -> list[Row]:
 
 PARTS: dict[str, Callable[[Path], list[Row]]] = {
     "cpu": lambda folder: measure_cpu(folder, grpc_load, "gRPC", (60.0, 12_000.0)),
+    "ratio": measure_ratio,
     "http": lambda folder: measure_cpu(folder, http_load, "HTTP", (None, None)),
     "stall": measure_stalls,
     "ttft": measure_ttft,

@@ -1,12 +1,15 @@
 """Bucket edges that existing dashboards use, and the /metrics server."""
 
+import socket
 from dataclasses import dataclass
-from socketserver import BaseServer
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from pdserve.errors import ConfigError
+from pdserve.exposition import CONTENT_TYPE, TextExposition
 from pdserve.rpc.server import check_port_is_free, join_address, resolve_host
 
 TTFT_BUCKETS_S = (
@@ -27,6 +30,8 @@ REQUEST_BUCKETS_S = (
 HANDOFF_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 TOKEN_COUNT_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 """1-2-5 steps for prompt and output lengths."""
+READ_TIMEOUT_S = 10.0
+"""A connection to the /metrics port that asks for nothing is closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +40,7 @@ class MetricsServer:
 
     address: str
     """host:port."""
-    server: BaseServer
+    server: ThreadingHTTPServer
     thread: Thread
 
     def close(self) -> None:
@@ -54,9 +59,41 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> MetricsS
     address = resolve_host(host)
     check_port_is_free(address, port)
     try:
-        server, thread = start_http_server(port, addr=address, registry=registry)
+        server = _server_at(address)((address, port), _handler_of(TextExposition(registry)))
     except OSError as error:
         where = join_address(host, port)
         raise ConfigError(f"cannot listen on {where}: {error.strerror}") from error
+    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     bound_port = int(server.server_address[1])
     return MetricsServer(address=join_address(address, bound_port), server=server, thread=thread)
+
+
+class _ServerV6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+def _server_at(address: str) -> type[ThreadingHTTPServer]:
+    return _ServerV6 if ":" in address else ThreadingHTTPServer
+
+
+def _handler_of(exposition: TextExposition) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        """Answers GET, of any path, with all series."""
+
+        timeout = READ_TIMEOUT_S
+        # Head and body are two writes: the second would wait for the first to be acknowledged.
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            body = exposition.generate()
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Logs nothing: scrapes come every few seconds."""
+
+    return Handler

@@ -75,6 +75,25 @@ class ClientCall:
         for one in self.together:
             one.moved.set()
 
+    def summary(self, now_s: float) -> dict[str, object]:
+        """Returns what the log says of its life."""
+        first, times = self.samples[0], self.times
+        return {
+            "request_id": self.request_id,
+            "http_request_id": self.http_request_id,
+            "trace_id": self.request.trace_id,
+            "handoff_id": self.handoff_id,
+            "prompt_tokens": self.request.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            "attempts": max(one.state.attempt for one in self.samples),
+            "preemptions": sum(one.state.num_preemptions for one in self.samples),
+            "prefill_worker": first.prefill_worker,
+            "decode_worker": first.decode_worker,
+            "ttft_s": times.ttft_s,
+            "tpot_s": times.tpot_s,
+            "total_s": now_s - self.received_s,
+        }
+
     def completion(self, now_s: float) -> inference_pb2.Completion:
         """Returns the terminal message of a natural end."""
         times = self.times

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.detokenizer import Detokenizer, TokenTable
@@ -20,41 +20,23 @@ class Ending:
     error: PdserveError | None = None
 
 
-class Signal:
-    """An asyncio.Event for one waiter, at a third of its cost: it is set once per token."""
-
-    __slots__ = ("_is_set", "_waiter")
-
-    def __init__(self) -> None:
-        """Starts unset."""
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        """Wakes the waiter, or lets the next wait return at once."""
-        self._is_set = True
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def clear(self) -> None:
-        """Makes the next wait wait."""
-        self._is_set = False
-
-    async def wait(self) -> None:
-        """Returns once it is set."""
-        if self._is_set:
-            return
-        assert self._waiter is None, "a signal has one waiter"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-
 class ClientBuffer:
-    """Between the reader of worker streams, who never waits, and one client's handler."""
+    """Between the reader of worker streams, who never waits, and one client's handler.
+
+    What is pushed while the handler writes is merged; it takes all of that at its next turn.
+    """
+
+    __slots__ = (
+        "_awaits_prompt",
+        "_max_bytes",
+        "_on_cut",
+        "_pending",
+        "_pending_bytes",
+        "_prompt",
+        "_taken",
+        "_waiter",
+        "ending",
+    )
 
     def __init__(self, max_bytes: int, *, awaits_prompt: bool = False) -> None:
         """Starts empty.
@@ -69,7 +51,10 @@ class ClientBuffer:
         self._prompt: deque[inference_pb2.PromptChunk] = deque()
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
-        self._has_news = Signal()
+        self._taken: deque[Delta] = deque()
+        """No longer merged, and on their way: the deltas of several samples leave one by one."""
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the handler, while there is nothing for it; made once per token."""
         self._on_cut: Callable[[], object] | None = None
         self.ending: Ending | None = None
 
@@ -80,29 +65,27 @@ class ClientBuffer:
 
     def push(self, delta: Delta) -> bool:
         """Adds output; False when the client is too far behind and must be cut."""
-        if self.ending is not None or delta.is_empty:
+        if self.ending is not None or not (delta.token_ids or delta.text):
             return True
         self._pending_bytes += delta.num_bytes()
         if self._pending_bytes > self._max_bytes:
             return False
-        waiting = self._pending.get(delta.index)
-        if waiting is None:
-            self._pending[delta.index] = delta
-        else:
+        waiting = self._pending.setdefault(delta.index, delta)
+        if waiting is not delta:
             waiting.extend(delta)
-        self._has_news.set()
+        self._wake()
         return True
 
     def push_prompt(self, chunk: inference_pb2.PromptChunk) -> None:
         """Adds what is said of the prompt; it leaves before any output."""
         if self.ending is None:
             self._prompt.append(chunk)
-            self._has_news.set()
+            self._wake()
 
     def open_output(self) -> None:
         """Lets output out: all that was to be said of the prompt was said."""
         self._awaits_prompt = False
-        self._has_news.set()
+        self._wake()
 
     def end(self, ending: Ending) -> bool:
         """Sets the terminal event; False when there is one already."""
@@ -110,7 +93,7 @@ class ClientBuffer:
             return False
         self.ending = ending
         self._awaits_prompt = False
-        self._has_news.set()
+        self._wake()
         return True
 
     def cut(self, error: PdserveError) -> bool:
@@ -118,6 +101,7 @@ class ClientBuffer:
         if not self.end(Ending(error=error)):
             return False
         self._prompt.clear()
+        self._taken.clear()
         self._pending.clear()
         self._pending_bytes = 0
         if self._on_cut is not None:
@@ -128,22 +112,33 @@ class ClientBuffer:
         """Names what unblocks the handler."""
         self._on_cut = on_cut
 
-    async def deltas(self) -> AsyncIterator[Delta | inference_pb2.PromptChunk]:
-        """Yields output as it comes, merged since the last time; stops at the ending."""
+    async def take(self) -> Delta | inference_pb2.PromptChunk | None:
+        """Returns the next that the client is told; None at the ending. For one handler only."""
         while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            while self._prompt:
-                yield self._prompt.popleft()
+            if self._prompt:
+                return self._prompt.popleft()
+            if self._taken:
+                return self._taken.popleft()
             if self._pending and not self._awaits_prompt:
-                pending, self._pending, self._pending_bytes = self._pending, {}, 0
-                for delta in pending.values():
-                    yield delta
-            # Not before what waits was taken; more may have come during the yield.
-            if self._prompt or (self._pending and not self._awaits_prompt):
-                self._has_news.set()
-            elif self.ending is not None:
-                return
+                self._pending_bytes = 0
+                if len(self._pending) == 1:
+                    return self._pending.popitem()[1]
+                self._taken.extend(self._pending.values())
+                self._pending.clear()
+                continue
+            if self.ending is not None:
+                return None
+            assert self._waiter is None, "a buffer has one handler"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 def make_buffer(request: Request, table: TokenTable, max_bytes: int) -> ClientBuffer:

@@ -6,7 +6,6 @@ submitting, cancelling) is done by one driver task per request, see `recovery`.
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pdserve.detokenizer import TokenTable
@@ -18,13 +17,14 @@ from pdserve.errors import (
     Overloaded,
     PdserveError,
 )
-from pdserve.request import FinishReason, HandoffId, Request, RequestId
+from pdserve.request import HandoffId, Request, RequestId
 from pdserve.rpc.v1 import inference_pb2, worker_pb2
 from pdserve.timeline import Clock
 from router.active import ActiveRequest, ClientCall
 from router.admission import Admission
-from router.attempt import Finish, Phase, Token
+from router.attempt import Phase
 from router.client_buffer import Ending, make_buffer
+from router.emitter import Emitter
 from router.metrics import RouterMetrics
 from router.output import Output
 from router.placer import Placer
@@ -60,10 +60,11 @@ class Dispatcher:
         self._table = table
         self._metrics = metrics
         self._calls: dict[RequestId, ClientCall] = {}
-        self._active: dict[RequestId, ActiveRequest] = {}
+        self._active: dict[str, ActiveRequest] = {}
         """Samples, by the ids under which workers speak of them."""
         self._idle = asyncio.Event()
         self._idle.set()
+        self._emitter = Emitter(metrics)
         self._recovery = Recovery(pool, placer, admission, clock, limits, metrics)
         pool.listen(self)
 
@@ -164,13 +165,24 @@ class Dispatcher:
 
     def on_batch(self, worker: WorkerKey, batch: worker_pb2.StreamBatch) -> None:
         """Takes one iteration's updates of a worker."""
+        # What one message carries came at one time.
+        now_s = self._clock.now()
         for update in batch.updates:
-            active = self._active.get(RequestId(update.request_id))
-            if active is None or not active.state.is_current(worker, update):
+            active = self._active.get(update.request_id)
+            if active is None:
                 self._refuse_stale(worker, update)
                 continue
             try:
-                self._apply(active, worker, update)
+                token_id = active.state.take_next(worker, update)
+                if token_id is not None:
+                    if not self._emitter.emit_next(active, token_id, now_s):
+                        self._cut(active)
+                    elif active.state.is_ended:
+                        self._follow(active)
+                elif active.state.is_current(worker, update):
+                    self._apply(active, worker, update, now_s)
+                else:
+                    self._refuse_stale(worker, update)
             except Exception:
                 # One request's defect must not end the stream that carries all the others.
                 logger.exception("update failed", extra={"request_id": update.request_id})
@@ -201,7 +213,11 @@ class Dispatcher:
         ]
 
     def _apply(
-        self, active: ActiveRequest, worker: WorkerKey, update: worker_pb2.SequenceUpdate
+        self,
+        active: ActiveRequest,
+        worker: WorkerKey,
+        update: worker_pb2.SequenceUpdate,
+        now_s: float,
     ) -> None:
         state = active.state
         phase = state.phase
@@ -211,8 +227,9 @@ class Dispatcher:
         tokens = state.apply(worker, update)
         if update.HasField("times"):
             active.times.note_stages(update.attempt, update.times)
-        if tokens or state.finish is not None:
-            self._emit(active, tokens)
+        has_news = bool(tokens) or state.finish is not None
+        if has_news and not self._emitter.emit(active, tokens, now_s):
+            self._cut(active)
         if state.phase is not phase or update.WhichOneof("outcome") is not None:
             self._follow(active)
 
@@ -223,18 +240,10 @@ class Dispatcher:
         if active.state.is_prompt_scored:
             active.buffer.open_output()
 
-    def _emit(self, active: ActiveRequest, tokens: Sequence[Token]) -> None:
-        now_s = self._clock.now()
-        last_s = active.times.last_token_s
-        active.times.note_tokens(len(tokens), now_s)
-        self._metrics.note_tokens(len(tokens), None if last_s is None else now_s - last_s)
-        delta = active.output.push(tokens, active.state.finish)
-        if active.output.matched_stop is not None:
-            active.state.stop_early(Finish(reason=FinishReason.STOP, stop_token_id=None))
-        if not active.buffer.push(delta):
-            limit = self._limits.max_client_buffer_bytes
-            self._metrics.slow_readers.inc()
-            self.end(active, Overloaded(f"the client reads too slowly: over {limit} bytes wait"))
+    def _cut(self, active: ActiveRequest) -> None:
+        limit = self._limits.max_client_buffer_bytes
+        self._metrics.slow_readers.inc()
+        self.end(active, Overloaded(f"the client reads too slowly: over {limit} bytes wait"))
 
     def _follow(self, active: ActiveRequest) -> None:
         """Does at once what a change of state asks for; the driver does what takes time."""
@@ -356,7 +365,7 @@ class Dispatcher:
         self._placer.note_cached(state.placement.decode, granules)
 
     def _refuse_stale(self, worker: WorkerKey, update: worker_pb2.SequenceUpdate) -> None:
-        active = self._active.get(RequestId(update.request_id))
+        active = self._active.get(update.request_id)
         if active is not None and active.state.is_ended:
             self._take_late(active, worker, update)
             return
@@ -367,33 +376,15 @@ class Dispatcher:
             self._recovery.send_cancel(worker, RequestId(update.request_id), update.attempt)
 
     def _report(self, call: ClientCall, failure: PdserveError | None, now_s: float) -> None:
-        first, times = call.samples[0], call.times
-        finish = first.finish_reason if failure is None else failure.reason.lower()
+        finish = call.samples[0].finish_reason if failure is None else failure.reason.lower()
         self._metrics.note_end(
-            times,
+            call.times,
             finish=finish,
             is_success=failure is None,
             prompt_tokens=call.request.num_prompt_tokens,
             output_tokens=call.num_output_tokens,
             now_s=now_s,
         )
-        logger.info(
-            "request finished",
-            extra={
-                "request_id": call.request_id,
-                "http_request_id": call.http_request_id,
-                "trace_id": call.request.trace_id,
-                "handoff_id": call.handoff_id,
-                "status": "OK" if failure is None else failure.reason,
-                "finish_reason": finish,
-                "prompt_tokens": call.request.num_prompt_tokens,
-                "output_tokens": call.num_output_tokens,
-                "attempts": max(one.state.attempt for one in call.samples),
-                "preemptions": sum(one.state.num_preemptions for one in call.samples),
-                "prefill_worker": first.prefill_worker,
-                "decode_worker": first.decode_worker,
-                "ttft_s": times.ttft_s,
-                "tpot_s": times.tpot_s,
-                "total_s": now_s - call.received_s,
-            },
-        )
+        status = "OK" if failure is None else failure.reason
+        extra = {"status": status, "finish_reason": finish, **call.summary(now_s)}
+        logger.info("request finished", extra=extra)

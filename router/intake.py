@@ -123,7 +123,7 @@ async def events_of(active: ActiveRequest) -> AsyncIterator[Event]:
     Raises:
         PdserveError: it ended with an error.
     """
-    async for event in active.buffer.deltas():
+    while (event := await active.buffer.take()) is not None:
         yield token_chunk(event) if isinstance(event, Delta) else event
     ending = active.buffer.ending
     assert ending is not None, "deltas end with the ending"
@@ -133,19 +133,8 @@ async def events_of(active: ActiveRequest) -> AsyncIterator[Event]:
     yield ending.completion
 
 
-def set_chunk(chunk: inference_pb2.TokenChunk, delta: Delta) -> None:
-    """Makes a chunk say what a delta says."""
-    chunk.index = delta.index
-    chunk.token_ids[:] = delta.token_ids
-    chunk.text = delta.text
-    if chunk.logprobs:
-        chunk.ClearField("logprobs")
-    if delta.logprobs:
-        chunk.logprobs.extend(delta.logprobs)
-
-
 def token_chunk(delta: Delta) -> inference_pb2.TokenChunk:
     """Encodes new output of one sample in a message of its own."""
-    chunk = inference_pb2.TokenChunk()
-    set_chunk(chunk, delta)
-    return chunk
+    return inference_pb2.TokenChunk(
+        index=delta.index, token_ids=delta.token_ids, text=delta.text, logprobs=delta.logprobs
+    )

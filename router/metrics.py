@@ -44,8 +44,8 @@ class RouterMetrics:
             "vllm:request_success", "Requests that ended by themselves.", "finished_reason"
         )
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self._tokens = TokenMetrics(_LABELS, self._values)
-        registry.register(self._tokens)
+        self.tokens = TokenMetrics(_LABELS, self._values)
+        registry.register(self.tokens)
         self._running = self._gauge("vllm:num_requests_running", "Requests on a worker.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests without a worker.")
         self._ttft = self._pair("time_to_first_token_seconds", "First token.", TTFT_BUCKETS_S)
@@ -64,10 +64,6 @@ class RouterMetrics:
         """Sets the gauges."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
-
-    def note_tokens(self, count: int, gap_s: float | None) -> None:
-        """Counts tokens of one message; `gap_s` is the time since the one before."""
-        self._tokens.note(count, gap_s)
 
     def note_pick(self, choice: Choice) -> None:
         """Counts a placement."""

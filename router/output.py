@@ -19,11 +19,6 @@ class Delta:
     logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
     text: str = ""
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to send."""
-        return not self.token_ids and not self.text
-
     def num_bytes(self) -> int:
         """Returns about the bytes it takes in memory and on the wire."""
         num_bytes = 64 + 4 * len(self.token_ids) + 4 * len(self.text)
@@ -50,6 +45,7 @@ class Output:
         self.index = index
         self._detokenizer = Detokenizer(table, skip_special_tokens=sampling.skip_special_tokens)
         self._stops = StopFinder(sampling.stop, include_stop=sampling.include_stop_in_output)
+        self._has_stops = bool(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._include_stop = sampling.include_stop_in_output
         self.num_tokens = 0
@@ -73,6 +69,17 @@ class Output:
         if finish is not None:
             delta.text += self._finish_text()
         return delta
+
+    def push_next(self, token_id: int) -> Delta:
+        """Takes the next token, alone, without log-probs, and not the last of the sequence.
+
+        Afterwards see `matched_stop`, as after `push`.
+        """
+        self.num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if self._has_stops and self.num_tokens > self._min_tokens:
+            text = self._stops.push(text)
+        return Delta(index=self.index, token_ids=[token_id], logprobs=[], text=text)
 
     def _push_token(self, token: Token, delta: Delta, is_hidden: bool) -> None:
         self.num_tokens += 1

@@ -67,6 +67,8 @@ class RequestState:
         """The first prompt position whose log-probabilities have not come."""
         self._emitted_at_start = 0
         self._early: dict[int, Token] = {}
+        sampling = request.sampling
+        self._has_scores = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self._worker_finish: tuple[int, Finish] | None = None
         self._is_prefill_done = False
         self._is_decode_lost = False
@@ -182,6 +184,33 @@ class RequestState:
             return False
         is_local = self.placement.prefill is None
         return is_local or update.decode_attempt == self.decode_attempt
+
+    def take_next(self, worker: WorkerKey, update: worker_pb2.SequenceUpdate) -> int | None:
+        """Takes the next token of a live decode by a short cut, when it comes alone and goes on.
+
+        Anything else is left to `is_current` and `apply`: then None, and nothing has changed.
+        """
+        placement, index = self.placement, len(self.token_ids)
+        if (
+            self.phase is not Phase.DECODING
+            or placement is None
+            or worker != placement.decode
+            or update.attempt != self.attempt
+            or update.first_index != index
+            or self._has_scores
+            or self._early
+            or self._is_decode_lost
+            or self._worker_finish is not None
+            or (placement.prefill is not None and update.decode_attempt != self.decode_attempt)
+            or update.HasField("times")
+            or update.WhichOneof("outcome") is not None
+        ):
+            return None
+        new_ids = update.token_ids
+        if len(new_ids) != 1 or finish_reason_after(self.request, index + 1, new_ids[0]):
+            return None
+        self.token_ids.append(new_ids[0])
+        return new_ids[0]
 
     def apply(self, worker: WorkerKey, update: worker_pb2.SequenceUpdate) -> Sequence[Token]:
         """Takes an update in and returns the tokens that are now in order.

@@ -15,8 +15,9 @@ from pdserve.timeline import Clock
 from pdserve.trace import parse_traceparent
 from router.active import ActiveRequest
 from router.auth import authorization_of
-from router.intake import Intake, Origin, set_chunk
+from router.intake import Intake, Origin
 from router.output import Delta
+from router.response import ResponseWriter
 from router.tenants import Keyring, Tenant
 from router.worker_link import WorkerLink
 from router.worker_pool import WorkerPool
@@ -96,21 +97,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         # follow (grpcio 1.8x, GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
         await context.send_initial_metadata(())
         active.buffer.interrupt_with(task.cancel)
-        # One message for the whole stream: a write encodes it before it waits for anything, and a
-        # new one per token costs three times as much.
-        response = inference_pb2.GenerateResponse(request_id=active.call.request_id)
+        buffer, responses = active.buffer, ResponseWriter(active.call.request_id)
         try:
-            async for event in active.buffer.deltas():
+            while (event := await buffer.take()) is not None:
                 if isinstance(event, Delta):
-                    set_chunk(response.chunk, event)
+                    await context.write(responses.tokens(event))
                 else:
-                    response.prompt.CopyFrom(event)
-                await context.write(response)
-                response.sequence += 1
-            ending = active.buffer.ending
+                    await context.write(responses.prompt(event))
+            ending = buffer.ending
             if ending is not None and ending.completion is not None:
-                response.completion.CopyFrom(ending.completion)
-                await context.write(response)
+                await context.write(responses.completion(ending.completion))
         except asyncio.CancelledError:
             ending = active.buffer.ending
             is_cut = ending is not None and ending.error is not None

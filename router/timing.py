@@ -28,10 +28,14 @@ class RequestTimes:
         if self.dispatched_s is None:
             self.dispatched_s = now_s
 
-    def note_tokens(self, count: int, now_s: float) -> None:
-        """Notes tokens that came in order, in one message."""
+    def note_tokens(self, count: int, now_s: float) -> float | None:
+        """Notes tokens that came in order, in one message; returns the gap before them.
+
+        Further tokens of the message follow at once: their gaps are zero.
+        """
         if not count:
-            return
+            return None
+        gap_s = None
         if self.last_token_s is None:
             self.first_token_s = now_s
         else:
@@ -40,9 +44,9 @@ class RequestTimes:
                 self._first_gap_s = gap_s
             if gap_s > self._max_gap_s:
                 self._max_gap_s = gap_s
-        # Further tokens of the message follow at once: their gaps are zero.
         self.last_token_s = now_s
         self._num_tokens += count
+        return gap_s
 
     def note_stages(self, attempt: int, times: worker_pb2.StageTimes) -> None:
         """Merges what a worker says of its own stages."""

@@ -6,8 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import InternalError, ModelNotFound, PdserveError
+from pdserve.exposition import CONTENT_TYPE, TextExposition
 from pdserve.trace import parse_traceparent
 from pdserve.version import VERSION
 from router.intake import Intake, Origin
@@ -60,6 +60,7 @@ class HttpFront:
         self._parts = parts
         self._maker = parts.intake.maker
         self._texts = TokenTexts(self._maker.tokenizer.table)
+        self._exposition = TextExposition(parts.registry)
         self._unknown = UnknownFields()
         self._created_s = int(time.time())
 
@@ -147,8 +148,8 @@ class HttpFront:
 
     async def _get_metrics(self, _: Request) -> ASGIApp:
         # Some milliseconds, in which tokens must go on.
-        text = await asyncio.to_thread(generate_latest, self._parts.registry)
-        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        text = await asyncio.to_thread(self._exposition.generate)
+        return Response(text, media_type=CONTENT_TYPE)
 
 
 class _Edge:

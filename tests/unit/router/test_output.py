@@ -85,7 +85,10 @@ def test_a_cut_character_is_marked_at_the_end():
 
 
 async def _drain(buffer: ClientBuffer) -> list[Delta]:
-    return [delta async for delta in buffer.deltas()]
+    taken = []
+    while (delta := await buffer.take()) is not None:
+        taken.append(delta)
+    return taken
 
 
 async def test_what_waits_is_merged_and_the_end_comes_last():
@@ -103,7 +106,7 @@ async def test_output_that_comes_while_one_delta_is_written_is_not_lost():
     buffer = ClientBuffer(1000)
     buffer.push(Delta(token_ids=[1]))
     seen = []
-    async for delta in buffer.deltas():
+    while (delta := await buffer.take()) is not None:
         seen += delta.token_ids
         if len(seen) < 5:
             buffer.push(Delta(token_ids=[len(seen) + 1]))
