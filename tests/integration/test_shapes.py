@@ -170,9 +170,9 @@ async def test_A15_the_death_of_one_rank_is_the_death_of_its_replica_and_changes
     [
         (
             (3, 1, 1, 1),
-            "tensor_parallel must divide the 2 KV heads or be a multiple of them, got 3",
+            "--tensor-parallel-size must divide the 2 KV heads or be a multiple of them, got 3",
         ),
-        ((1, 9, 1, 1), "pipeline_parallel must be at most the 2 layers, got 9"),
+        ((1, 9, 1, 1), "--pipeline-parallel-size must be at most the 2 layers, got 9"),
     ],
 )
 def test_A17_impossible_numbers_of_ranks_are_refused_by_the_name_of_their_field(

@@ -49,7 +49,7 @@ def test_an_existing_target_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"broken\.gguf: is no readable GGUF"):
+    with pytest.raises(ConfigError, match=r"broken\.gguf is no readable GGUF file"):
         convert_gguf(path, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["broken.gguf"]
 
