@@ -23,7 +23,7 @@ from router.openai.call import Call, Outcome
 from router.openai.errors import error_body, error_response, json_body, to_json
 from router.openai.event_stream import DONE, EventStream
 from router.openai.http_server import ABORT_KEY
-from router.openai.json_parts import Encoded, json_parts
+from router.openai.json_parts import Encoded, encode_in_turns
 from router.openai.merge import merge_events
 from router.openai.sampling import shown_as
 from router.tenants import Tenant
@@ -33,8 +33,6 @@ LAST_WORD_TIMEOUT_S = 5.0
 """For the error event at the end of a stream."""
 MAX_PROMPT_ENTRIES = MAX_PROMPT_LOGPROB_ENTRIES
 """What one answer tells of its prompts, over all choices: about 20 MB of JSON."""
-BYTES_PER_TURN = 16 * 1024
-"""So much JSON of log-probs takes some milliseconds."""
 
 
 class Answer:
@@ -178,22 +176,10 @@ async def answer_whole(answer: Answer, receive: Receive) -> Response:
     for choice in sorted(ends):
         prompt = prompts[choice // call.num_samples]
         outcome = Outcome(prompt=prompt, output=outputs[choice], finish=ends[choice])
-        choices.append(await _encode(call.shape.whole(choice, outcome)))
+        choices.append(await encode_in_turns(call.shape.whole(choice, outcome)))
     body = answer.envelope(call.shape.object_name, Encoded(b"[" + b",".join(choices) + b"]"))
     body.update(usage=usage.shown(), **call.shape.whole_beside(prompts[0]))
-    return json_body(await _encode(body))
-
-
-async def _encode(body: dict[str, object]) -> bytes:
-    """Encodes; while much is to be done, others have their turn."""
-    text = bytearray()
-    next_turn = BYTES_PER_TURN
-    for part in json_parts(body):
-        text += part
-        if len(text) >= next_turn:
-            next_turn = len(text) + BYTES_PER_TURN
-            await asyncio.sleep(0)
-    return bytes(text)
+    return json_body(await encode_in_turns(body))
 
 
 def _append(output: inference_pb2.TokenChunk, chunk: inference_pb2.TokenChunk) -> None:
@@ -251,7 +237,7 @@ class StreamedAnswer:
         if answer.call.stream_options.has_usage:
             shape = answer.call.shape
             body = {**answer.envelope(shape.chunk_object_name, []), "usage": self._usage.shown()}
-            last = _event(body)
+            last = _event(to_json(body))
         await stream.write(last + DONE)
         await stream.close()
 
@@ -262,8 +248,9 @@ class StreamedAnswer:
         for choice in range(first, first + self._answer.call.num_samples):
             shown = shape.prompt(choice, chunk)
             if shown is not None:
-                text = self._opening(choice) + self._chunk(shown, shape.beside(chunk))
-                await stream.write(text)
+                opening = self._opening(choice)
+                text = await encode_in_turns(self._body(shown, shape.beside(chunk)))
+                await stream.write(opening + _event(text))
                 # A long prompt comes in many pieces, and all of them may be there already.
                 await asyncio.sleep(0)
 
@@ -284,28 +271,29 @@ class StreamedAnswer:
         opening = self._answer.call.shape.opening(choice)
         return b"" if opening is None else self._chunk(opening)
 
-    def _chunk(
-        self, choice: dict[str, object], beside: Mapping[str, object] | None = None
-    ) -> bytes:
+    def _chunk(self, choice: dict[str, object]) -> bytes:
+        return _event(to_json(self._body(choice, {})))
+
+    def _body(self, choice: dict[str, object], beside: Mapping[str, object]) -> dict[str, object]:
         answer = self._answer
         options = answer.call.stream_options
         body = answer.envelope(answer.call.shape.chunk_object_name, [choice])
-        body.update(beside or {})
+        body.update(beside)
         if options.has_continuous_usage:
             body["usage"] = usage_so_far(answer.num_prompt_tokens, self._num_output)
         elif options.has_usage:
             body["usage"] = None
-        return _event(body)
+        return body
 
 
-def _event(body: dict[str, object]) -> bytes:
-    return b"data: " + to_json(body) + b"\n\n"
+def _event(text: bytes) -> bytes:
+    return b"data: " + text + b"\n\n"
 
 
 async def _write_last_word(stream: EventStream, error: PdserveError) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
-            await stream.write(_event(error_body(error)))
+            await stream.write(_event(to_json(error_body(error))))
             await stream.close()
             return
     stream.reset()
