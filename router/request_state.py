@@ -244,7 +244,6 @@ class RequestState:
         first_position = self.next_prompt_position
         self.next_prompt_position += len(piece.logprobs) - num_known
         if not num_known:
-            # Not copied: of 2,048 log-probs that takes milliseconds.
             return piece
         return worker_pb2.PromptLogprobs(
             first_position=first_position, logprobs=piece.logprobs[num_known:]
