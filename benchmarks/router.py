@@ -245,16 +245,28 @@ def measure_stalls(folder: Path) -> list[Row]:
     text = " ".join(["word"] * LONG_PROMPT_TOKENS)
     text_body = json.dumps({"prompt": text[: 4 * LONG_PROMPT_TOKENS], "max_tokens": 1}).encode()
     request = make_request(ids, 1)
+    echo_request = make_request(ids, 1)
+    echo_request.sampling.echo = True
+    # As many entries as one answer may have.
+    told = {"max_tokens": 1, "prompt_logprobs": 0}
+    echo_body = json.dumps({"prompt": ids, "echo": True, **told}).encode()
+    scored_body = json.dumps({"prompt": ids[:12_000], **told, "prompt_logprobs": 20}).encode()
+    stream_body = json.dumps(
+        {"prompt": ids, "echo": True, "logprobs": 0, **told, "stream": True}
+    ).encode()
 
-    async def by_grpc(site: Site) -> None:
-        async with client(site) as stub:
-            await read_stream(stub.Generate(request))
+    def by_grpc(request: inference_pb2.GenerateRequest) -> Callable[[Site], Awaitable[None]]:
+        async def act(site: Site) -> None:
+            async with client(site) as stub:
+                await read_stream(stub.Generate(request))
 
-    async def by_http(site: Site) -> None:
-        await post(site, body)
+        return act
 
-    async def text_by_http(site: Site) -> None:
-        await post(site, text_body)
+    def by_http(body: bytes) -> Callable[[Site], Awaitable[None]]:
+        async def act(site: Site) -> None:
+            await post(site, body)
+
+        return act
 
     async def nothing(site: Site) -> None:
         await asyncio.sleep(0.5)
@@ -263,9 +275,13 @@ def measure_stalls(folder: Path) -> list[Row]:
     with serving(folder, 0.02, is_watched=True) as site:
         for name, act, bound in (
             ("nothing arrives (the machine's own noise)", nothing, None),
-            ("131,072 token ids over gRPC", by_grpc, 20.0),
-            ("131,072 token ids over HTTP", by_http, 20.0),
-            ("half a megabyte of text over HTTP", text_by_http, 20.0),
+            ("131,072 token ids over gRPC", by_grpc(request), 20.0),
+            ("131,072 token ids over HTTP", by_http(body), 20.0),
+            ("half a megabyte of text over HTTP", by_http(text_body), 20.0),
+            ("131,072 token ids and their echo over gRPC", by_grpc(echo_request), 20.0),
+            ("131,072 token ids, echo and log-probs over HTTP", by_http(echo_body), 20.0),
+            ("the same as a stream", by_http(stream_body), 20.0),
+            ("12,000 token ids with 20 log-probs each over HTTP", by_http(scored_body), 20.0),
         ):
             rows.append(_stall_row(site, name, act, bound))
     return rows

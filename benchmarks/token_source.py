@@ -11,11 +11,12 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import uvloop
 
+from pdserve.face.token_log import PROMPT_PIECE_ENTRIES
 from pdserve.registry.base import WorkerRecord
 from pdserve.registry.redis import RedisRegistry
 from pdserve.request import Incarnation, Role, WorkerId
@@ -26,6 +27,26 @@ MAX_MODEL_LEN = 1 << 20
 LOAD_INTERVAL_S = 0.4
 
 
+def score_prompt(spec: types_pb2.RequestSpec) -> Iterator[worker_pb2.SequenceUpdate]:
+    """Yields the log-probs of a prompt in pieces, as a face does."""
+    num_top = spec.sampling.prompt_logprobs
+    top = [
+        types_pb2.TopLogprob(token_id=400 + rank, logprob=-rank - 0.5) for rank in range(num_top)
+    ]
+    step = PROMPT_PIECE_ENTRIES // (num_top + 1)
+    for start in range(1, spec.num_prompt_tokens, step):
+        scores = [
+            types_pb2.TokenLogprob(token_id=token_id, logprob=-1.25, top=top)
+            for token_id in spec.token_ids[start : start + step]
+        ]
+        yield worker_pb2.SequenceUpdate(
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            first_index=len(spec.token_ids) - spec.num_prompt_tokens,
+            prompt_logprobs=worker_pb2.PromptLogprobs(first_position=start, logprobs=scores),
+        )
+
+
 class _Sequence:
     """One request."""
 
@@ -34,13 +55,19 @@ class _Sequence:
         self.attempt = spec.attempt
         self.next_index = len(spec.token_ids) - spec.num_prompt_tokens
         self.end = spec.sampling.max_tokens
+        has_scores = spec.sampling.HasField("prompt_logprobs")
+        self.scores = score_prompt(spec) if has_scores else iter(())
+        """Leave before any token, one piece a step."""
 
     @property
     def is_over(self) -> bool:
         return self.next_index >= self.end
 
     def step(self, tokens: list[int]) -> worker_pb2.SequenceUpdate:
-        """Makes one token."""
+        """Makes one token, or one piece of the prompt's log-probs."""
+        piece = next(self.scores, None)
+        if piece is not None:
+            return piece
         index = self.next_index
         self.next_index += 1
         update = worker_pb2.SequenceUpdate(

@@ -313,11 +313,13 @@ class Supervisor:
 
     def _tear_down(self) -> None:
         # The router first: it refuses new work and finishes its streams while workers still serve.
+        workers = tuple(worker for _, worker in self.workers.values())
         if self.stop_level == 1 and self.error is None:
             if self.router is not None:
-                self._drain((self.router,))
+                # Its streams may need a worker that dies meanwhile, or died a moment ago.
+                self._drain((self.router,), revived=workers)
             if self.stop_level == 1:
-                self._drain(tuple(worker for _, worker in self.workers.values()))
+                self._drain(workers)
             elif self.router is not None:
                 self._cut_streams(self.router)
         elif self.stop_level == 2 and self.router is not None:
@@ -329,12 +331,21 @@ class Supervisor:
             self.redis.kill()
         self.records = {}
 
-    def _drain(self, children: Sequence[Replica]) -> None:
+    def _drain(self, children: Sequence[Replica], revived: Sequence[Replica] = ()) -> None:
         for child in children:
             child.terminate()
         deadline_s = time.monotonic() + self._config.drain_timeout_s + _KILL_AFTER_DRAIN_S
         while any(child.poll() is None for child in children):
-            if self.stop_level == 2 or time.monotonic() > deadline_s:
+            if self.stop_level == 2:
+                return
+            for other in revived:
+                if other.poll() is not None:
+                    other.revive(time.monotonic())
+            if time.monotonic() > deadline_s:
+                for child in children:
+                    if child.poll() is None:
+                        self._report(f"{child.name} overstays its drain: killing it")
+                        child.kill()
                 return
             time.sleep(POLL_S)
 

@@ -121,6 +121,20 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+def detokenize(
+    table: TokenTable, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """Returns the text of a whole sequence, as a `Detokenizer` would bit by bit."""
+    token_bytes = table.token_bytes
+    skipped = table.special_ids if skip_special_tokens else frozenset[int]()
+    pieces = (
+        token_bytes[token_id] or b""
+        for token_id in token_ids
+        if token_id not in skipped and token_id < len(token_bytes)
+    )
+    return b"".join(pieces).decode(errors="replace")
+
+
 class StopFinder:
     """Finds the first stop string in a growing text and holds back what may become one."""
 

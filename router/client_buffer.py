@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.detokenizer import Detokenizer, TokenTable
 from pdserve.errors import PdserveError
 from pdserve.request import Request
 from pdserve.rpc.v1 import inference_pb2
@@ -141,17 +140,12 @@ class ClientBuffer:
             waiter.set_result(None)
 
 
-def make_buffer(request: Request, table: TokenTable, max_bytes: int) -> ClientBuffer:
+def make_buffer(
+    request: Request, max_bytes: int, echo: inference_pb2.PromptChunk | None
+) -> ClientBuffer:
     """Returns the buffer of a request; it begins with the prompt, if that is asked for."""
-    sampling = request.sampling
-    has_scores = sampling.prompt_logprobs is not None and request.num_prompt_tokens > 1
+    has_scores = request.sampling.prompt_logprobs is not None and request.num_prompt_tokens > 1
     buffer = ClientBuffer(max_bytes, awaits_prompt=has_scores)
-    if sampling.echo:
-        text = Detokenizer(table, skip_special_tokens=sampling.skip_special_tokens)
-        pieces = [text.push(token_id) for token_id in request.token_ids]
-        buffer.push_prompt(
-            inference_pb2.PromptChunk(
-                token_ids=request.token_ids, text="".join((*pieces, text.flush()))
-            )
-        )
+    if echo is not None:
+        buffer.push_prompt(echo)
     return buffer

@@ -80,6 +80,7 @@ class Dispatcher:
         received_s: float | None = None,
         tenant: str = "",
         http_request_id: str | None = None,
+        echo: inference_pb2.PromptChunk | None = None,
     ) -> ActiveRequest:
         """Admits a checked request and begins to place it.
 
@@ -89,6 +90,7 @@ class Dispatcher:
             received_s: when the client's message came; now, when None.
             tenant: on whose behalf; nobody else may abort it.
             http_request_id: the client's own name for it, for the log.
+            echo: the prompt, if the client wants it back.
 
         Raises:
             Overloaded: a limit is reached.
@@ -103,7 +105,7 @@ class Dispatcher:
             request=request,
             handoff_id=handoff_id,
             received_s=now_s if received_s is None else received_s,
-            buffer=make_buffer(request, self._table, self._limits.max_client_buffer_bytes),
+            buffer=make_buffer(request, self._limits.max_client_buffer_bytes, echo),
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
             tenant=tenant,

@@ -103,6 +103,7 @@ class Intake:
             options=options,
             trace_id=origin.trace_id,
         )
+        echo = await self.maker.make_echo(made)
         self._check_draining()
         return self.dispatcher.start(
             made,
@@ -110,6 +111,7 @@ class Intake:
             received_s=received_s,
             tenant=tenant.name,
             http_request_id=origin.http_request_id,
+            echo=echo,
         )
 
     def _check_draining(self) -> None:

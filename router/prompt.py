@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.chat_template import ChatTemplate, Message
+from pdserve.detokenizer import TokenTable, detokenize
 from pdserve.errors import InvalidField
 from pdserve.request import FrontId, HandoffId, Request, RequestId
 from pdserve.rpc.v1 import inference_pb2
@@ -105,6 +106,14 @@ class RequestMaker:
             trace_id=trace_id,
         )
 
+    async def make_echo(self, request: Request) -> inference_pb2.PromptChunk | None:
+        """Returns the prompt as its client gets it back; None when it is not asked for."""
+        if not request.sampling.echo:
+            return None
+        if request.num_prompt_tokens > MAX_IDS_ON_LOOP:
+            return await asyncio.to_thread(_echo, request, self._tokenizer.table)
+        return _echo(request, self._tokenizer.table)
+
     async def tokenize(
         self, wire: inference_pb2.GenerateRequest, options: PromptOptions
     ) -> tuple[int, ...]:
@@ -152,6 +161,13 @@ async def _check_form(wire: inference_pb2.GenerateRequest, limits: ModelLimits) 
         await asyncio.to_thread(check_prompt_form, wire, limits)
     else:
         check_prompt_form(wire, limits)
+
+
+def _echo(request: Request, table: TokenTable) -> inference_pb2.PromptChunk:
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    skip = request.sampling.skip_special_tokens
+    text = detokenize(table, prompt, skip_special_tokens=skip)
+    return inference_pb2.PromptChunk(token_ids=prompt, text=text)
 
 
 def mint_handoff_id() -> HandoffId:

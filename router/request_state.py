@@ -243,6 +243,8 @@ class RequestState:
             return None
         first_position = self.next_prompt_position
         self.next_prompt_position += len(piece.logprobs) - num_known
+        if not num_known:
+            return piece
         return worker_pb2.PromptLogprobs(
             first_position=first_position, logprobs=piece.logprobs[num_known:]
         )

@@ -44,10 +44,13 @@ AddServices = Callable[[RpcServer, RankProcess, WorkerConfig], None]
 class Face:
     """One worker's face; lives on one event loop."""
 
-    def __init__(self, config: WorkerConfig, registry: Registry) -> None:
-        """Starts nothing yet."""
+    def __init__(
+        self, config: WorkerConfig, registry: Registry, on_close: Callable[[], None]
+    ) -> None:
+        """Starts nothing yet; `on_close` hears when the end begins."""
         self._config = config
         self._registry = registry
+        self._on_close = on_close
         self._clock = MonotonicClock()
         self._incarnation = Incarnation(secrets.randbits(64))
         role = config.role.value
@@ -264,6 +267,7 @@ class Face:
         self._finish(EXIT_RANK_LOST)
 
     async def _close(self, server: RpcServer, ranks: RankGroup) -> None:
+        self._on_close()
         self._info.state = "stopped"
         if self._renewal is not None and self._membership is not None:
             # A renewal under way could overtake the farewell and bring the record back.

@@ -1,5 +1,7 @@
 """The main of a worker's face process."""
 
+import faulthandler
+
 import uvloop
 
 from pdserve.config.worker import WorkerConfig
@@ -7,6 +9,17 @@ from pdserve.errors import ConfigError, WorkerLost
 from pdserve.face.face import EXIT_RANK_LOST, AddServices, Face, report_config_error
 from pdserve.log import configure_logging
 from pdserve.registry.redis import RedisRegistry
+
+CLOSE_TIMEOUT_S = 20.0
+"""Longer than all deadlines of a close together."""
+
+
+def bound_close(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Ends this process with status 1 if it is still there by then, and says where it stood.
+
+    Not by the event loop: what hangs may be the loop itself, or the interpreter at its end.
+    """
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
 
 
 def run_worker(
@@ -27,7 +40,7 @@ def run_worker(
 
     async def serve() -> int:
         async with RedisRegistry(config.redis_url, config.cluster) as registry:
-            face = Face(config, registry)
+            face = Face(config, registry, on_close=bound_close)
             return await face.run(rank_module, service_names, add_services)
 
     try:

@@ -9,10 +9,9 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing, suppress
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import InvalidField, PdserveError
@@ -20,10 +19,10 @@ from pdserve.rpc.v1 import inference_pb2, types_pb2
 from router.active import ActiveRequest
 from router.intake import Intake, Origin
 from router.openai.call import Call, Outcome
-from router.openai.errors import error_body, error_response, json_body, to_json
+from router.openai.errors import error_body, error_response, to_json
 from router.openai.event_stream import DONE, EventStream
 from router.openai.http_server import ABORT_KEY
-from router.openai.json_parts import Encoded, json_parts
+from router.openai.json_parts import BlockResponse, Encoded, encode_in_turns
 from router.openai.merge import merge_events
 from router.openai.sampling import shown_as
 from router.tenants import Tenant
@@ -33,8 +32,8 @@ LAST_WORD_TIMEOUT_S = 5.0
 """For the error event at the end of a stream."""
 MAX_PROMPT_ENTRIES = MAX_PROMPT_LOGPROB_ENTRIES
 """What one answer tells of its prompts, over all choices: about 20 MB of JSON."""
-BYTES_PER_TURN = 16 * 1024
-"""So much JSON of log-probs takes some milliseconds."""
+ENTRIES_PER_TURN = 512
+"""Log-probs of prompts in one event of a stream."""
 
 
 class Answer:
@@ -148,13 +147,13 @@ def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, object
     }
 
 
-async def answer_whole(answer: Answer, receive: Receive) -> Response:
+async def answer_whole(answer: Answer, receive: Receive) -> BlockResponse:
     """Waits for all output and returns it at once; a client that goes away ends it.
 
     Raises:
         PdserveError: a request failed.
     """
-    call = answer.call
+    call, shape = answer.call, answer.call.shape
     prompts: defaultdict[int, inference_pb2.PromptChunk] = defaultdict(inference_pb2.PromptChunk)
     outputs: defaultdict[int, inference_pb2.TokenChunk] = defaultdict(inference_pb2.TokenChunk)
     ends: dict[int, inference_pb2.SampleFinish] = {}
@@ -174,26 +173,14 @@ async def answer_whole(answer: Answer, receive: Receive) -> Response:
     finally:
         watch.cancel()
         answer.cancel()
-    choices = []
+    choices: list[bytes] = []
     for choice in sorted(ends):
         prompt = prompts[choice // call.num_samples]
         outcome = Outcome(prompt=prompt, output=outputs[choice], finish=ends[choice])
-        choices.append(await _encode(call.shape.whole(choice, outcome)))
-    body = answer.envelope(call.shape.object_name, Encoded(b"[" + b",".join(choices) + b"]"))
-    body.update(usage=usage.shown(), **call.shape.whole_beside(prompts[0]))
-    return json_body(await _encode(body))
-
-
-async def _encode(body: dict[str, object]) -> bytes:
-    """Encodes; while much is to be done, others have their turn."""
-    text = bytearray()
-    next_turn = BYTES_PER_TURN
-    for part in json_parts(body):
-        text += part
-        if len(text) >= next_turn:
-            next_turn = len(text) + BYTES_PER_TURN
-            await asyncio.sleep(0)
-    return bytes(text)
+        choices += (b"," if choices else b"[", *await encode_in_turns(shape.whole(choice, outcome)))
+    body = answer.envelope(shape.object_name, Encoded((*choices, b"]")))
+    body.update(usage=usage.shown(), **shape.whole_beside(prompts[0]))
+    return BlockResponse(await encode_in_turns(body))
 
 
 def _append(output: inference_pb2.TokenChunk, chunk: inference_pb2.TokenChunk) -> None:
@@ -251,7 +238,7 @@ class StreamedAnswer:
         if answer.call.stream_options.has_usage:
             shape = answer.call.shape
             body = {**answer.envelope(shape.chunk_object_name, []), "usage": self._usage.shown()}
-            last = _event(body)
+            last = _event(to_json(body))
         await stream.write(last + DONE)
         await stream.close()
 
@@ -259,13 +246,17 @@ class StreamedAnswer:
         self, stream: EventStream, first: int, chunk: inference_pb2.PromptChunk
     ) -> None:
         shape = self._answer.call.shape
-        for choice in range(first, first + self._answer.call.num_samples):
-            shown = shape.prompt(choice, chunk)
-            if shown is not None:
-                text = self._opening(choice) + self._chunk(shown, shape.beside(chunk))
-                await stream.write(text)
-                # A long prompt comes in many pieces, and all of them may be there already.
-                await asyncio.sleep(0)
+        for piece in _pieces(chunk):
+            for choice in range(first, first + self._answer.call.num_samples):
+                shown = shape.prompt(choice, piece)
+                if shown is not None:
+                    opening = self._opening(choice)
+                    # By itself: a list of one is not encoded in parts.
+                    choices = Encoded((b"[", *await encode_in_turns(shown), b"]"))
+                    blocks = await encode_in_turns(self._body(choices, shape.beside(piece)))
+                    await stream.write(opening + _event(*blocks))
+                    # A long prompt comes in many pieces, and all of them may be there already.
+                    await asyncio.sleep(0)
 
     def _output(self, choice: int, chunk: inference_pb2.TokenChunk) -> bytes:
         # The opening chunk carries none of these tokens, and so does its usage.
@@ -284,28 +275,43 @@ class StreamedAnswer:
         opening = self._answer.call.shape.opening(choice)
         return b"" if opening is None else self._chunk(opening)
 
-    def _chunk(
-        self, choice: dict[str, object], beside: Mapping[str, object] | None = None
-    ) -> bytes:
+    def _chunk(self, choice: dict[str, object]) -> bytes:
+        return _event(to_json(self._body([choice], {})))
+
+    def _body(self, choices: object, beside: Mapping[str, object]) -> dict[str, object]:
         answer = self._answer
         options = answer.call.stream_options
-        body = answer.envelope(answer.call.shape.chunk_object_name, [choice])
-        body.update(beside or {})
+        body = answer.envelope(answer.call.shape.chunk_object_name, choices)
+        body.update(beside)
         if options.has_continuous_usage:
             body["usage"] = usage_so_far(answer.num_prompt_tokens, self._num_output)
         elif options.has_usage:
             body["usage"] = None
-        return _event(body)
+        return body
 
 
-def _event(body: dict[str, object]) -> bytes:
-    return b"data: " + to_json(body) + b"\n\n"
+def _pieces(chunk: inference_pb2.PromptChunk) -> Iterator[inference_pb2.PromptChunk]:
+    """Cuts log-probs of a prompt into what takes some milliseconds to show."""
+    num_logprobs = len(chunk.logprobs)
+    if not num_logprobs:
+        yield chunk
+        return
+    step = max(1, ENTRIES_PER_TURN // (1 + len(chunk.logprobs[0].top)))
+    for start in range(0, num_logprobs, step):
+        yield inference_pb2.PromptChunk(
+            first_position=chunk.first_position + start,
+            logprobs=chunk.logprobs[start : start + step],
+        )
+
+
+def _event(*text: bytes) -> bytes:
+    return b"".join((b"data: ", *text, b"\n\n"))
 
 
 async def _write_last_word(stream: EventStream, error: PdserveError) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
-            await stream.write(_event(error_body(error)))
+            await stream.write(_event(to_json(error_body(error))))
             await stream.close()
             return
     stream.reset()

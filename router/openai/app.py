@@ -29,6 +29,7 @@ from router.openai.errors import HttpRefusal, error_response, json_response
 from router.openai.event_stream import PING_INTERVAL_S
 from router.openai.fields import Fields
 from router.openai.gate import REQUEST_ID_KEY, Gate, tenant_of
+from router.openai.json_parts import BlockResponse, encode_in_turns
 from router.openai.logprobs import TokenTexts
 from router.openai.metrics import HttpMetrics
 from router.openai.tokens import detokenize, tokenize
@@ -107,11 +108,13 @@ class HttpFront:
 
     async def _post_tokenize(self, request: Request) -> ASGIApp:
         fields = await self._read(request)
-        return json_response(await tokenize(fields, self._maker, self._texts, self._unknown))
+        found = await tokenize(fields, self._maker, self._texts, self._unknown)
+        return BlockResponse(await encode_in_turns(found))
 
     async def _post_detokenize(self, request: Request) -> ASGIApp:
         fields = await self._read(request)
-        return json_response(await detokenize(fields, self._maker, self._unknown))
+        found = await detokenize(fields, self._maker, self._unknown)
+        return BlockResponse(await encode_in_turns(found))
 
     async def _read(self, request: Request) -> Fields:
         return Fields(await read_json(request, self._parts.max_body_bytes))

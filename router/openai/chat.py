@@ -12,7 +12,7 @@ from router.openai.call import (
 from router.openai.choices import finish_fields
 from router.openai.compatibility import UnknownFields, check_rest
 from router.openai.fields import INT64, Fields, as_fields, as_text, brief
-from router.openai.logprobs import PromptLogprobs, TokenTexts, chat_logprobs
+from router.openai.logprobs import PromptLogprobs, TokenTexts, chat_logprobs, chat_logprobs_parts
 from router.openai.sampling import read_sampling
 from router.validation import MAX_MESSAGES
 
@@ -61,7 +61,9 @@ class ChatShape:
     def delta(self, choice: int, chunk: inference_pb2.TokenChunk) -> dict[str, object]:
         """Returns new output."""
         shown = _choice(choice, {"content": chunk.text})
-        self._add_details(shown, chunk)
+        if self._has_logprobs:
+            shown["logprobs"] = chat_logprobs(self._texts, chunk.logprobs)
+        self._add_token_ids(shown, chunk)
         return shown
 
     def finish(self, choice: int, finish: inference_pb2.SampleFinish) -> dict[str, object]:
@@ -77,7 +79,9 @@ class ChatShape:
             "logprobs": None,
             **finish_fields(outcome.finish),
         }
-        self._add_details(shown, outcome.output)
+        if self._has_logprobs:
+            shown["logprobs"] = chat_logprobs_parts(self._texts, outcome.output.logprobs)
+        self._add_token_ids(shown, outcome.output)
         return shown
 
     def whole_beside(self, prompt: inference_pb2.PromptChunk) -> dict[str, object]:
@@ -85,9 +89,7 @@ class ChatShape:
         found = self._prompt_logprobs
         return {} if found is None else {"prompt_logprobs": found.parts(prompt.logprobs)}
 
-    def _add_details(self, shown: dict[str, object], chunk: inference_pb2.TokenChunk) -> None:
-        if self._has_logprobs:
-            shown["logprobs"] = chat_logprobs(self._texts, chunk.logprobs)
+    def _add_token_ids(self, shown: dict[str, object], chunk: inference_pb2.TokenChunk) -> None:
         if self._has_token_ids:
             shown["token_ids"] = list(chunk.token_ids)
 

@@ -88,9 +88,9 @@ class CompletionShape:
             logprobs = self._logprobs[choice]
             if self._has_echo:
                 head = logprobs.first(prompt.token_ids[0])
-                shown["logprobs"] = logprobs.parts([*prompt.logprobs, *output.logprobs], head)
+                shown["logprobs"] = logprobs.parts((prompt.logprobs, output.logprobs), head)
             else:
-                shown["logprobs"] = logprobs.parts(output.logprobs, {})
+                shown["logprobs"] = logprobs.parts((output.logprobs,), {})
         if self._prompt_logprobs is not None:
             shown["prompt_logprobs"] = self._prompt_logprobs.parts(prompt.logprobs)
         self._add_token_ids(shown, output)

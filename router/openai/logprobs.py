@@ -2,6 +2,8 @@
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 
 from pdserve.detokenizer import TokenTable
 from pdserve.rpc.v1 import inference_pb2, types_pb2
@@ -38,15 +40,20 @@ def chat_logprobs(
     texts: TokenTexts, logprobs: Sequence[types_pb2.TokenLogprob]
 ) -> dict[str, object]:
     """Returns `{"content": [...]}` with one entry per token."""
+    return {"content": [_chat_entry(texts, one) for one in logprobs], "refusal": None}
+
+
+def chat_logprobs_parts(
+    texts: TokenTexts, logprobs: Sequence[types_pb2.TokenLogprob]
+) -> dict[str, object]:
+    """Returns the same of a whole answer."""
+    return {"content": Parts(logprobs, partial(_chat_entry, texts)), "refusal": None}
+
+
+def _chat_entry(texts: TokenTexts, one: types_pb2.TokenLogprob) -> dict[str, object]:
     return {
-        "content": [
-            {
-                **_entry(texts, one.token_id, one.logprob),
-                "top_logprobs": [_entry(texts, top.token_id, top.logprob) for top in one.top],
-            }
-            for one in logprobs
-        ],
-        "refusal": None,
+        **_entry(texts, one.token_id, one.logprob),
+        "top_logprobs": [_entry(texts, top.token_id, top.logprob) for top in one.top],
     }
 
 
@@ -100,16 +107,22 @@ class CompletionLogprobs:
         return {name: [show(one) for one in logprobs] for name, show in columns}
 
     def parts(
-        self, logprobs: Sequence[types_pb2.TokenLogprob], head: Mapping[str, Sequence[object]]
+        self,
+        runs: Sequence[Sequence[types_pb2.TokenLogprob]],
+        head: Mapping[str, Sequence[object]],
     ) -> dict[str, Parts]:
         """Returns the lists of all tokens of a choice.
 
         Args:
-            logprobs: of all tokens.
+            runs: of all tokens, one run of them behind the other: to copy them into one list takes
+                40 ms for a prompt of 131,072.
             head: of `first`, or nothing.
         """
         columns = self._columns().items()
-        return {name: Parts(logprobs, show, head.get(name, ())) for name, show in columns}
+        return {
+            name: Parts(chain.from_iterable(runs), show, head.get(name, ()))
+            for name, show in columns
+        }
 
     def _columns(self) -> dict[str, Callable[[types_pb2.TokenLogprob], object]]:
         return {

@@ -6,6 +6,7 @@ from router.openai.call import read_prompt_options
 from router.openai.chat import read_messages
 from router.openai.compatibility import UnknownFields, check_rest
 from router.openai.fields import Fields, as_ids
+from router.openai.json_parts import Parts
 from router.openai.logprobs import TokenTexts
 from router.openai.sampling import shown_as
 from router.prompt import RequestMaker
@@ -15,7 +16,7 @@ from router.validation import check_model
 async def tokenize(
     fields: Fields, maker: RequestMaker, texts: TokenTexts, unknown: UnknownFields
 ) -> dict[str, object]:
-    """Tokenizes a text or a chat.
+    """Tokenizes a text or a chat; encode the answer with `json_parts`.
 
     Raises:
         PdserveError: the body is refused.
@@ -39,7 +40,7 @@ async def tokenize(
         "count": len(token_ids),
         "max_model_len": maker.limits.max_model_len,
         "tokens": list(token_ids),
-        "token_strs": [texts.text_of(token_id) for token_id in token_ids] if wants_texts else None,
+        "token_strs": Parts(token_ids, texts.text_of) if wants_texts else None,
     }
 
 
@@ -64,4 +65,4 @@ async def detokenize(
     if largest >= maker.limits.vocab_size:
         vocabulary = f"below the vocabulary size {maker.limits.vocab_size}"
         raise InvalidField("tokens", largest, vocabulary)
-    return {"prompt": maker.tokenizer.decode(token_ids, skip_special_tokens=False)}
+    return {"prompt": await maker.tokenizer.decode(token_ids, skip_special_tokens=False)}

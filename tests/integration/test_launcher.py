@@ -132,6 +132,23 @@ def test_killing_an_unknown_replica_is_an_error(cluster: LocalCluster) -> None:
         cluster.kill("decode-9")
 
 
+def test_replica_that_does_not_end_is_killed_after_the_drain_timeout(
+    config: ClusterConfig, lines: list[str]
+) -> None:
+    config = replace(config, drain_timeout_s=0.2, prefill_faults=FaultConfig(reject_reservations=5))
+    cluster = LocalCluster(config, report=lines.append, command_of=stand_in)
+    cluster.start()
+    pids = cluster.pids()
+    started_s = time.monotonic()
+    cluster.stop()
+    # Five seconds of grace, and what the others take.
+    assert 5 < time.monotonic() - started_s < 15
+    assert all(is_gone(pid) for pid in pids)
+    assert [line for line in lines if "overstays" in line] == [
+        "prefill-0 overstays its drain: killing it"
+    ]
+
+
 def test_pool_grows_and_a_drained_replica_leaves_for_good(
     cluster: LocalCluster, lines: list[str]
 ) -> None:

@@ -124,6 +124,24 @@ def test_a_second_signal_stops_at_once_and_clients_are_told(served: Served) -> N
     wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
 
 
+def test_a_decode_worker_killed_just_before_the_drain_costs_no_stream(served: Served) -> None:
+    address = served.wait_ready()
+    pieces: list[str] = []
+    with open_sync_channel(address) as channel:
+        (pid,) = (w.face_pid for w in get_loads(channel) if w.worker_id == "decode-0")
+
+        def kill_and_stop_once(text: str) -> None:
+            pieces.append(text)
+            if len(pieces) == 3:
+                os.kill(pid, signal.SIGKILL)
+                served.process.send_signal(signal.SIGTERM)
+
+        request = make_request(text="hello", max_tokens=40, temperature=0.0, ignore_eos=True)
+        found = generate_stream(channel, request, timeout_s=60, on_text=kill_and_stop_once)
+    assert len(found.token_ids) == 40
+    assert served.process.wait(30) == 0
+
+
 def test_status_shows_a_worker_that_is_restarting(served: Served) -> None:
     address = served.wait_ready()
 

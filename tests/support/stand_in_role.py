@@ -2,7 +2,7 @@
 
 A worker registers, beats, and keeps one idle "rank" process. The router counts workers. Steered by
 the `reject_reservations` fault: 2 refuses to start as a bad setting would, 3 crashes at start, 4
-never registers.
+never registers, 5 does not end when it is told to.
 """
 
 import asyncio
@@ -54,6 +54,8 @@ async def work(config: WorkerConfig) -> int:
     )
     print(f"{config.worker_id} serves", flush=True)
     stop = stopped()
+    if config.faults.reject_reservations == 5:
+        stop = asyncio.Event()
     async with RedisRegistry(config.redis_url, config.cluster) as registry:
         while not stop.is_set() and rank.poll() is None:
             try:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pdserve.detokenizer import Detokenizer, StopFinder, TokenTable
+from pdserve.detokenizer import Detokenizer, StopFinder, TokenTable, detokenize
 from pdserve.errors import ConfigError
 from tests.support.text_models import byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -50,6 +50,17 @@ def test_D9_random_mixtures_join_to_the_full_decode(tokenizer, table):
         detokenizer = Detokenizer(table)
         joined = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
         assert joined == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_whole_text_is_what_its_tokens_bring_one_by_one(table, skip):
+    rng = random.Random(11)
+    for length in (0, 1, 2, 50, 400):
+        # Any ids: broken characters, special tokens and ids beyond the vocabulary among them.
+        ids = [rng.randrange(len(table.token_bytes) + 3) for _ in range(length)]
+        detokenizer = Detokenizer(table, skip_special_tokens=skip)
+        pieces = [*map(detokenizer.push, ids), detokenizer.flush()]
+        assert detokenize(table, ids, skip_special_tokens=skip) == "".join(pieces)
 
 
 def test_an_output_that_ends_inside_a_character_is_marked_at_the_end_only():

@@ -5,7 +5,7 @@ import json
 import pytest
 from openai import AsyncOpenAI
 
-from router.openai.json_parts import Encoded, Parts, json_parts
+from router.openai.json_parts import PART_CHARACTERS, Encoded, Parts, json_parts
 from tests.support.fake_worker import prompt_logprob
 from tests.support.http_client import CHAT, check_stream
 
@@ -203,10 +203,19 @@ def test_json_in_parts_is_the_same_json(length):
     lazy = {
         "a": Parts(values[2:], int, values[:2]),
         "b": {"c": Parts(values, str), "d": {}},
-        "e": Encoded(b"null"),
+        "e": Encoded((b"nu", b"ll")),
         "f": "ü",
     }
     for value in (plain, lazy):
         text = b"".join(json_parts(value))
         assert json.loads(text) == plain
         assert b" " not in text
+
+
+@pytest.mark.parametrize("character", ["x", '"', "\\", "\n", "ü", "🙂", "\u2028"])
+@pytest.mark.parametrize("length", [PART_CHARACTERS, PART_CHARACTERS + 1, 3 * PART_CHARACTERS])
+def test_a_long_text_in_parts_is_the_same_json(character, length):
+    value = {"text": character * length}
+    parts = list(json_parts(value))
+    assert json.loads(b"".join(parts)) == value
+    assert max(map(len, parts)) <= 6 * PART_CHARACTERS
