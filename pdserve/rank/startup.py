@@ -16,7 +16,7 @@ from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.wire import worker_config_from_json
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.batch import StepRunner
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
 from pdserve.rank.follow import BuildFollower, follow
@@ -45,7 +45,7 @@ class RankContext:
     model: ModelConfig
     geometry: KvGeometry
     kv: KvTensors
-    runner: ModelRunner
+    runner: StepRunner
     max_model_len: int
     followers: Followers | None = None
     """The other ranks; None where there are none."""
@@ -152,7 +152,7 @@ def _load(
         follower_links = followers.wait_ready()
     started_s = clock.now()
     announce = None if followers is None else followers.announce
-    runner = ModelRunner(loaded.model, loaded.kv, announce)
+    runner = loaded.make_runner(announce)
     runner.warm_up()
     warm_s = clock.now()
     runner.warm_up()

@@ -1,0 +1,79 @@
+"""CUDA graphs of whole forward passes: hundreds of launches become one.
+
+    first the largest shape, then smaller ones; all share one memory pool, since they never run at
+    once and nothing of theirs outlives a step
+
+The tensors a graph reads and writes are the runner's own, at fixed places; what changes from step
+to step (rows, lengths, tables) is read on the device.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.cuda.device import Device
+from pdserve.cuda.step_shape import StepShape
+
+Compute = Callable[[StepShape], Tensor]
+"""Launches everything from a step's inputs to its logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureReport:
+    """What capturing cost."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class GraphSet:
+    """Captured shapes. Used by the engine's thread."""
+
+    def __init__(self, device: Device, compute: Compute) -> None:
+        """Captures nothing yet."""
+        self._device = device
+        self._compute = compute
+        self._graphs: dict[StepShape, _Graph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """What is captured."""
+        return tuple(self._graphs)
+
+    def capture(self, shapes: Sequence[StepShape]) -> CaptureReport:
+        """Captures shapes in their order."""
+        started_s = time.perf_counter()
+        before = self._device.free_bytes()
+        for shape in shapes:
+            # Compiles kernels and makes libraries allocate what a capture must not.
+            self._compute(shape)
+            self._device.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+                logits = self._compute(shape)
+            if self._pool is None:
+                self._pool = graph.pool()
+            self._graphs[shape] = _Graph(graph, logits)
+        self._device.synchronize()
+        return CaptureReport(
+            num_graphs=len(shapes),
+            seconds=time.perf_counter() - started_s,
+            num_bytes=before - self._device.free_bytes(),
+        )
+
+    def replay(self, shape: StepShape) -> Tensor:
+        """Launches a captured shape; returns its logits."""
+        captured = self._graphs[shape]
+        captured.graph.replay()
+        return captured.logits
