@@ -1,0 +1,1 @@
+"""Benchmarks of single GPU kernels against their own floors."""

@@ -1,0 +1,22 @@
+"""Kernels run through Triton's interpreter where there is no device."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Read when triton is first imported, which the tests beside this file do.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_with_index(tensor, scope):
+    # Triton 3.6 converts arrays of one element with int(), which numpy 2.4 refuses.
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_tensor_with_index
