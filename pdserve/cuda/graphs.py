@@ -17,7 +17,7 @@ from torch import Tensor
 from pdserve.cuda.device import Device
 from pdserve.cuda.step_shape import StepShape
 
-Compute = Callable[[StepShape], Tensor]
+Compute = Callable[[StepShape], Tensor | None]
 """Launches everything from a step's inputs to its logits."""
 
 
@@ -33,7 +33,7 @@ class CaptureReport:
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    logits: Tensor | None
 
 
 class GraphSet:
@@ -44,7 +44,7 @@ class GraphSet:
         self._device = device
         self._compute = compute
         self._graphs: dict[StepShape, _Graph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool = torch.cuda.graph_pool_handle() if device.is_cuda else None
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -62,8 +62,6 @@ class GraphSet:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
                 logits = self._compute(shape)
-            if self._pool is None:
-                self._pool = graph.pool()
             self._graphs[shape] = _Graph(graph, logits)
         self._device.synchronize()
         return CaptureReport(
@@ -72,7 +70,7 @@ class GraphSet:
             num_bytes=before - self._device.free_bytes(),
         )
 
-    def replay(self, shape: StepShape) -> Tensor:
+    def replay(self, shape: StepShape) -> Tensor | None:
         """Launches a captured shape; returns its logits."""
         captured = self._graphs[shape]
         captured.graph.replay()
