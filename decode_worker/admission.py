@@ -4,6 +4,7 @@ A sequence that holds part of what it needs while it waits for the rest could lo
 there are no partial holds; and room for the next block of each running sequence stays free.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -95,19 +96,20 @@ class StepPace:
     def __init__(self, clock: Clock) -> None:
         """Knows nothing before the first step."""
         self._clock = clock
-        self._begun_s: float | None = None
+        self._begun_s: deque[float] = deque()
+        self._ended_s: float | None = None
         self._step_s: float | None = None
 
     def begin_step(self) -> None:
-        """Notes the start of a step."""
-        self._begun_s = self._clock.now()
+        """Notes the launch of a step; others may still be in flight."""
+        self._begun_s.append(self._clock.now())
 
     def end_step(self) -> None:
-        """Books a step into a moving mean."""
-        if self._begun_s is None:
-            return
-        took_s = self._clock.now() - self._begun_s
-        self._begun_s = None
+        """Books the oldest step into a moving mean: from its launch, or from the end before it."""
+        now_s, begun_s = self._clock.now(), self._begun_s.popleft()
+        if self._ended_s is not None:
+            begun_s = max(begun_s, self._ended_s)
+        took_s, self._ended_s = now_s - begun_s, now_s
         self._step_s = took_s if self._step_s is None else 0.8 * self._step_s + 0.2 * took_s
 
     def retry_hint_s(self, remaining_tokens: Iterable[int]) -> float:

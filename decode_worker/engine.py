@@ -11,7 +11,8 @@ from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.pipeline import StepPipeline
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.figures import ledger_to_wire, load_to_wire
@@ -41,7 +42,7 @@ class DecodeEngine:
         *,
         config: WorkerConfig,
         scheduler: DecodeScheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         landing: LandingDesk,
         outbox: Outbox,
         clock: Clock,
@@ -49,7 +50,7 @@ class DecodeEngine:
     ) -> None:
         self._config = config
         self._scheduler = scheduler
-        self._runner = runner
+        self._pipeline = StepPipeline(runner, self._plan_step)
         self._landing = landing
         self._outbox = outbox
         self._clock = clock
@@ -178,18 +179,23 @@ class DecodeEngine:
         self._tombstones.expire()
 
     def step(self) -> bool:
-        """Computes one step and streams its tokens."""
-        plan = self._scheduler.plan_step()
-        self._return_let_go(self._scheduler.take_let_go())
-        if plan is None:
+        """Launches what can be launched, then ends the oldest step and streams its tokens."""
+        ended = self._pipeline.turn()
+        if ended is None:
             return False
-        if self._config.faults.step_delay_s:
-            time.sleep(self._config.faults.step_delay_s)
-        result = self._runner.run(plan)
-        report_prompt_scores(plan, result, self._outbox)
+        plan, result = ended.plan, ended.result
+        if result.prompt_logprobs:
+            report_prompt_scores(self._scheduler.live_slices(plan), result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):
             self._stream(progress)
         return True
+
+    def _plan_step(self) -> StepPlan | None:
+        plan = self._scheduler.plan_step()
+        self._return_let_go(self._scheduler.take_let_go())
+        if plan is not None and self._config.faults.step_delay_s:
+            time.sleep(self._config.faults.step_delay_s)
+        return plan
 
     def _stream(self, progress: DecodeProgress) -> None:
         stream = self._find_stream(progress.request_id)
@@ -274,7 +280,7 @@ class DecodeEngine:
                 frames_rejected=totals.frames_rejected,
                 handoff_bytes=totals.bytes_landed,
             ),
-            is_drained=self._is_draining and not ledger.sequences,
+            is_drained=self._is_draining and not ledger.sequences and self._pipeline.is_empty,
         )
 
 

@@ -1,16 +1,19 @@
 """Which sequences are on a decode worker, and which blocks each of them holds.
 
-A sequence owns the references of its table from `open` until `drop`; nobody else frees them.
+A sequence owns the references of its table from `open` until `drop`; nobody else frees them. What
+is dropped while a step in flight uses it belongs to that flight from then on.
 """
 
+from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from decode_worker.admission import BlockNeed, block_need, has_room
 from pdserve.cache.block_hash import HashChain
 from pdserve.cache.block_pool import BlockPool
-from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
+from pdserve.cache.prefix_cache import BlockTable, PrefixCache, PrefixHit
 from pdserve.config.engine import EngineConfig
+from pdserve.engine.flights import Flights
 from pdserve.engine.scheduler import (
     SchedulerCounters,
     SchedulerLedger,
@@ -54,12 +57,11 @@ class Occupancy:
         self.roster = SequenceRoster()
         self.lanes = WaitingLanes(max_waiting)
         self.computing: list[SequenceState] = []
+        self.running: list[SequenceState] = []
+        """The oldest first, as in the roster."""
+        self.flights = Flights(self.cache, self.roster)
         self.counters = SchedulerCounters()
         self._let_go: list[LetGo] = []
-
-    def at(self, stage: Stage) -> tuple[SequenceState, ...]:
-        """Returns the sequences at a stage, the oldest first."""
-        return tuple(sequence for sequence in self.roster if sequence.stage is stage)
 
     def chain(self, request: Request) -> HashChain:
         """Hashes a request's tokens."""
@@ -89,7 +91,7 @@ class Occupancy:
     def has_room(self, hit: PrefixHit, need: BlockNeed, num_claimed: int = 0) -> bool:
         """Says whether a sequence can start, `num_claimed` blocks being meant for another."""
         num_available = self.cache.pool.num_available - hit.num_unreferenced - num_claimed
-        num_growing = len(self.at(Stage.RUNNING))
+        num_growing = len(self.running)
         num_growing += sum(sequence.request.sampling.n for sequence in self.computing)
         return has_room(num_available, num_growing, need.num_table_blocks - len(hit.block_ids))
 
@@ -116,38 +118,47 @@ class Occupancy:
         self.counters.prefix_cache_queries += len(sequence.chain)
         self.counters.prefix_cache_hits += sequence.num_cached_tokens
 
-    def prepare(self, sequence: SequenceState) -> tuple[BlockCopy, ...] | None:
-        """Gives a running sequence a block of its own for its next token.
+    def lacks_block(self, sequence: SequenceState) -> bool:
+        """Says whether a running sequence has no block of its own for its next token."""
+        index = sequence.num_planned // self._block_size
+        blocks = sequence.table.block_ids
+        return index == len(blocks) or self.cache.pool.is_shared(blocks[index])
+
+    def prepare(
+        self, sequence: SequenceState, copies: list[BlockCopy], held: list[BlockTable]
+    ) -> None:
+        """Gives a running sequence a block of its own for its next token, or lets it go.
 
         While no block is left the youngest holder goes. One that is alone never needs more than
         the pool has: that was checked when it came.
 
-        Returns:
-            The block to copy before the step, if other samples read the present one; None if the
-            sequence had to go itself.
+        Args:
+            sequence: the sequence.
+            copies: blocks to copy before the step; one is added if other samples read the present
+                block of the sequence.
+            held: gets the sources of these copies that nobody else holds any more.
         """
-        while self._lacks_block(sequence):
+        while self.lacks_block(sequence):
             if self.cache.pool.num_available:
-                return self._take_block(sequence)
+                self._take_block(sequence, copies)
+                return
             youngest = [holder for holder in self.roster if holder.table.block_ids][-1]
+            sources = {source for source, _ in copies}
+            kept = [block for block in youngest.table.block_ids if block in sources]
+            self.cache.pool.incref(kept)
+            held.append(BlockTable(kept))
             self.give_up(youngest)
             if youngest is sequence:
-                return None
-        return ()
+                return
 
-    def _lacks_block(self, sequence: SequenceState) -> bool:
-        index = sequence.num_computed // self._block_size
-        blocks = sequence.table.block_ids
-        return index == len(blocks) or self.cache.pool.is_shared(blocks[index])
-
-    def _take_block(self, sequence: SequenceState) -> tuple[BlockCopy, ...]:
-        index = sequence.num_computed // self._block_size
+    def _take_block(self, sequence: SequenceState, copies: list[BlockCopy]) -> None:
+        index = sequence.num_planned // self._block_size
         if index == len(sequence.table.block_ids):
             self.cache.grow(sequence.table, index + 1)
-            return ()
+            return
         copy = self.cache.make_writable(sequence.table, index)
         assert copy is not None
-        return (copy,)
+        copies.append(copy)
 
     def go_on(self, sequence: SequenceState, tokens: Mapping[int, int]) -> tuple[Request, ...]:
         """Lets each sample with a token run, and drops what is left of the sequence.
@@ -187,14 +198,17 @@ class Occupancy:
         num_shared = num_blocks_for(len(sequence.chain), self._block_size)
         fork.table = self.cache.fork(sequence.table, num_shared)
         fork.num_computed = sequence.num_computed
+        self.running.append(fork)
         return fork
 
     def run(self, sequence: SequenceState, token_id: int) -> None:
         """Appends a sampled token; the sequence runs from then on."""
-        if sequence.stage is Stage.COMPUTING:
-            self.computing.remove(sequence)
-        sequence.stage = Stage.RUNNING
-        sequence.chain.extend((token_id,))
+        if sequence.stage is not Stage.RUNNING:
+            if sequence.stage is Stage.COMPUTING:
+                self.computing.remove(sequence)
+            sequence.stage = Stage.RUNNING
+            insort(self.running, sequence, key=lambda one: one.arrival)
+        sequence.chain.append(token_id)
 
     def give_up(self, sequence: SequenceState) -> None:
         """Drops a healthy sequence and notes that it is to go on elsewhere."""
@@ -221,7 +235,9 @@ class Occupancy:
             self.lanes.remove(sequence)
         elif sequence.stage is Stage.COMPUTING:
             self.computing.remove(sequence)
-        self.cache.close(sequence.table)
+        elif sequence.stage is Stage.RUNNING:
+            self.running.remove(sequence)
+        self.flights.close(sequence)
         self.roster.remove(sequence)
 
     def load(self) -> SchedulerLoad:
@@ -229,11 +245,11 @@ class Occupancy:
         pool = self.cache.pool
         num_reserved_blocks = sum(
             len(sequence.table.block_ids) - sequence.table.num_hit_blocks
-            for sequence in self.at(Stage.RESERVED)
+            for sequence in self._reserved()
         )
         return SchedulerLoad(
             num_waiting=len(self.lanes),
-            num_running=len(self.at(Stage.RUNNING)) + len(self.computing),
+            num_running=len(self.running) + len(self.computing),
             queued_tokens=sum(
                 len(sequence.chain) - sequence.num_computed
                 for sequence in (*self.lanes, *self.computing)
@@ -248,7 +264,7 @@ class Occupancy:
     def ledger(self) -> SchedulerLedger:
         """Returns what is held."""
         pool = self.cache.pool
-        num_reserved = len(self.at(Stage.RESERVED))
+        num_reserved = len(self._reserved())
         return SchedulerLedger(
             total_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
@@ -259,6 +275,11 @@ class Occupancy:
         )
 
     def check(self) -> None:
-        """Asserts that pool, cache and tables agree."""
+        """Asserts that pool, cache, tables and lists agree."""
         self.cache.check()
-        check_references(self.cache.pool, self.roster)
+        tables = (sequence.table for sequence in self.roster)
+        check_references(self.cache.pool, (*tables, *self.flights.held_tables()))
+        assert self.running == [one for one in self.roster if one.stage is Stage.RUNNING]
+
+    def _reserved(self) -> list[SequenceState]:
+        return [sequence for sequence in self.roster if sequence.stage is Stage.RESERVED]

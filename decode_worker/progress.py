@@ -1,5 +1,6 @@
 """What a step of a decode worker made: one token for each sample."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.batch import StepResult
@@ -15,6 +16,7 @@ class DecodeProgress:
 
     request_id: RequestId
     attempt: int
+    sample_index: int
     token: SampledToken
     output_index: int
     finish_reason: FinishReason | None
@@ -45,6 +47,7 @@ def make_progress(
             DecodeProgress(
                 request_id=one.request_id,
                 attempt=one.attempt,
+                sample_index=one.sample_index,
                 token=token,
                 output_index=output_index,
                 finish_reason=finish_reason_after(one, output_index + 1, token.token_id),
@@ -55,3 +58,12 @@ def make_progress(
             )
         )
     return tuple(progress)
+
+
+def next_tokens(progress: Sequence[DecodeProgress]) -> dict[int, int]:
+    """Returns, by sample index, the tokens of the samples that go on."""
+    return {
+        entry.sample_index: entry.token.token_id
+        for entry in progress
+        if entry.finish_reason is None
+    }

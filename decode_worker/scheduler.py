@@ -8,14 +8,17 @@ Running sequences come first in a step, the oldest first of all. When one of the
 and none is left, the youngest by arrival is let go: a running or computing one goes back to the
 router, a reservation back to its prefill worker. The oldest goes only when it is alone, which
 cannot be, since what exceeds the pool alone was refused; so each step takes some sequence on.
+
+A step may be planned while the one before is in flight: see `planner`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
-from decode_worker.occupancy import BlockCopy, LetGo, Occupancy
-from decode_worker.progress import DecodeProgress, make_progress
+from decode_worker.occupancy import LetGo, Occupancy
+from decode_worker.planner import StepPlanner
+from decode_worker.progress import DecodeProgress, make_progress, next_tokens
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
@@ -24,8 +27,6 @@ from pdserve.engine.scheduler import (
     SchedulerLoad,
     SequenceState,
     Stage,
-    make_slice,
-    num_chunk_tokens,
 )
 from pdserve.errors import InvalidField, LocalPrefillRefused, TooLong
 from pdserve.request import (
@@ -64,16 +65,17 @@ class DecodeScheduler:
         self._clock = clock
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._occupancy = Occupancy(config, num_blocks, revision, max_waiting=max_waiting)
+        self._planner = StepPlanner(config, self._occupancy, clock)
         self._pace = StepPace(clock)
 
     @property
     def has_work(self) -> bool:
-        """Says whether the next plan computes something.
+        """Says whether a step is in flight or the next plan computes something.
 
         Reservations are no work, nor is a queue whose head waits for them.
         """
         occupancy = self._occupancy
-        if occupancy.computing or occupancy.at(Stage.RUNNING):
+        if occupancy.flights or occupancy.computing or occupancy.running:
             return True
         head = occupancy.lanes.head()
         return head is not None and occupancy.has_room(
@@ -230,51 +232,51 @@ class DecodeScheduler:
         return True
 
     def plan_step(self) -> StepPlan | None:
-        """Plans the next step; None if nothing can be computed. May let sequences go."""
-        slices, copies = self._plan_running()
-        slices += self._plan_prefill(
-            self._config.max_num_batched_tokens - len(slices),
-            self._config.max_num_seqs - len(slices),
-        )
+        """Plans the next step, which the caller launches; None if nothing can be computed.
+
+        One step may be in flight: it is not waited for by sequences whose next token the device
+        chooses; they are planned one token further. May let sequences go, if none is in flight.
+        """
+        step = self._planner.plan()
+        if step is None:
+            return None
         self._pace.begin_step()
-        return StepPlan(slices=tuple(slices), copies=tuple(copies)) if slices else None
+        self._occupancy.flights.begin(step.plan, step.sequences, step.held)
+        return step.plan
+
+    def live_slices(self, plan: StepPlan) -> tuple[SequenceSlice, ...]:
+        """Returns the slices of a step in flight whose sequences were not dropped since."""
+        return self._occupancy.flights.live_slices(plan)
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> tuple[DecodeProgress, ...]:
-        """Books a step that was run; sequences dropped meanwhile are left out."""
+        """Books the oldest step in flight; sequences dropped meanwhile are left out.
+
+        What ends here may be in the next flight: its slice there is ignored.
+        """
         self._pace.end_step()
+        occupancy = self._occupancy
         progress: list[DecodeProgress] = []
-        for part in plan.slices:
-            sequence = self._occupancy.roster.find_planned(part)
-            if sequence is None:
-                continue
-            num_prompt = max(0, min(part.end, len(part.request.token_ids)) - part.start)
-            self._occupancy.counters.prompt_tokens += num_prompt
-            if sequence.has_lost_handoff:
-                self._occupancy.counters.recomputed_tokens += num_prompt
-            sequence.num_computed_here += num_prompt
-            sequence.num_computed = part.end
-            self._occupancy.cache.enter(sequence.table, sequence.chain, part.end)
+        for part, sequence in occupancy.flights.land(plan):
+            if part.start < len(part.request.token_ids):
+                self._book_prompt(part, sequence)
+            occupancy.cache.enter(sequence.table, sequence.chain, part.end)
             if part.output_index is None:
                 continue
             if sequence.stage is Stage.COMPUTING:
                 sequence.sampled_s = self._clock.now()
-            progress += self._book_tokens(sequence, part.output_index, result)
+            entries = make_progress(sequence, part.output_index, result)
+            progress += entries
+            occupancy.go_on(sequence, next_tokens(entries))
+        occupancy.counters.generation_tokens += len(progress)
         return tuple(progress)
 
-    def _book_tokens(
-        self, sequence: SequenceState, output_index: int, result: StepResult
-    ) -> tuple[DecodeProgress, ...]:
-        """Books the next token of each sample; those that go on run."""
-        progress = make_progress(sequence, output_index, result)
-        self._occupancy.counters.generation_tokens += len(progress)
-        indices = sequence.request.sample_indices
-        tokens = {
-            index: entry.token.token_id
-            for index, entry in zip(indices, progress, strict=True)
-            if entry.finish_reason is None
-        }
-        self._occupancy.go_on(sequence, tokens)
-        return progress
+    def _book_prompt(self, part: SequenceSlice, sequence: SequenceState) -> None:
+        num_prompt = min(part.end, len(part.request.token_ids)) - part.start
+        counters = self._occupancy.counters
+        counters.prompt_tokens += num_prompt
+        if sequence.has_lost_handoff:
+            counters.recomputed_tokens += num_prompt
+        sequence.num_computed_here += num_prompt
 
     def take_let_go(self) -> tuple[LetGo, ...]:
         """Names, once, what was given up since the last call: ask after each plan."""
@@ -324,77 +326,9 @@ class DecodeScheduler:
         """Asserts that pool, cache and tables agree."""
         self._occupancy.check()
 
-    def _plan_running(self) -> tuple[list[SequenceSlice], list[BlockCopy]]:
-        # Prompts that are being computed keep their seats, or landing sequences would starve them.
-        num_computing = len(self._occupancy.computing)
-        max_running = min(
-            self._config.max_num_seqs - num_computing,
-            self._config.max_num_batched_tokens - bool(num_computing),
-        )
-        slices: list[SequenceSlice] = []
-        copies: list[BlockCopy] = []
-        # The oldest first: whoever must go for one of them is younger, so not in a slice yet.
-        for sequence in self._occupancy.at(Stage.RUNNING):
-            if len(slices) == max(1, max_running):
-                break
-            if not self._occupancy.roster.is_live(sequence):
-                continue
-            needed = self._occupancy.prepare(sequence)
-            if needed is not None:
-                copies += needed
-                slices.append(make_slice(sequence, 1))
-        return slices, copies
-
-    def _plan_prefill(self, budget: int, max_slices: int) -> list[SequenceSlice]:
-        slices: list[SequenceSlice] = []
-        for sequence in self._occupancy.computing:
-            count = num_chunk_tokens(
-                sequence.num_computed, len(sequence.chain), budget, may_split_tile=not slices
-            )
-            if count == 0 or len(slices) == max_slices:
-                return slices
-            slices.append(make_slice(sequence, count))
-            budget -= count
-        while self._has_free_seat() and len(slices) < max_slices:
-            count = self._admit_head(budget, may_split_tile=not slices)
-            if count == 0:
-                break
-            slices.append(make_slice(self._occupancy.computing[-1], count))
-            budget -= count
-        return slices
-
-    def _has_free_seat(self) -> bool:
-        num_seated = len(self._occupancy.at(Stage.RUNNING)) + len(self._occupancy.computing)
-        return num_seated < self._config.max_num_seqs
-
-    def _admit_head(self, budget: int, *, may_split_tile: bool) -> int:
-        """Moves the head of the queue to computing and returns its first chunk; 0: it waits."""
-        occupancy = self._occupancy
-        sequence = occupancy.lanes.head()
-        if sequence is None:
-            return 0
-        hit = occupancy.find_for_computing(sequence.request, sequence.chain)
-        num_cached, num_tokens = occupancy.num_hit_tokens(hit), len(sequence.chain)
-        limit = sequence.max_computed_here
-        if limit is not None and num_tokens - num_cached > limit:
-            # What it counted on was evicted while it waited.
-            occupancy.give_up(sequence)
-            return 0
-        need = occupancy.need(sequence.request)
-        count = num_chunk_tokens(num_cached, num_tokens, budget, may_split_tile=may_split_tile)
-        if count == 0 or not occupancy.has_room(hit, need):
-            return 0
-        occupancy.lanes.remove(sequence)
-        occupancy.open(sequence, hit, need)
-        sequence.num_computed = num_cached
-        sequence.stage = Stage.COMPUTING
-        sequence.started_s = self._clock.now()
-        occupancy.computing.append(sequence)
-        return count
-
     def _retry_hint_s(self) -> float:
         remaining = (
             sequence.request.sampling.max_tokens - sequence.num_output_tokens
-            for sequence in self._occupancy.at(Stage.RUNNING)
+            for sequence in self._occupancy.running
         )
         return self._pace.retry_hint_s(remaining)

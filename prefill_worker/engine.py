@@ -7,7 +7,8 @@ from kv_transfer.events import FrameSent, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.pipeline import StepPipeline
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.figures import ledger_to_wire, load_to_wire
 from pdserve.rank.outbox import Outbox
@@ -29,7 +30,7 @@ class PrefillEngine:
         *,
         config: WorkerConfig,
         scheduler: PrefillScheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         desk: HandoffDesk,
         outbox: Outbox,
         clock: Clock,
@@ -37,7 +38,7 @@ class PrefillEngine:
     ) -> None:
         self._config = config
         self._scheduler = scheduler
-        self._runner = runner
+        self._pipeline = StepPipeline(runner, self._plan_step)
         self._desk = desk
         self._outbox = outbox
         self._clock = clock
@@ -133,22 +134,30 @@ class PrefillEngine:
         self._tombstones.expire()
 
     def step(self) -> bool:
-        """Asks for reservations, computes one step and passes on what came of it."""
+        """Launches what can be launched, then ends the oldest step and passes on what it made."""
+        ended = self._pipeline.turn()
+        if ended is None:
+            return False
+        plan, result = ended.plan, ended.result
+        if result.prompt_logprobs:
+            report_prompt_scores(self._scheduler.live_slices(plan), result, self._outbox)
+        for progress in self._scheduler.complete_step(plan, result):
+            self._pass_on(progress)
+        return True
+
+    def _plan_step(self) -> StepPlan | None:
+        """Asks for the reservations of what is computed soon, and plans."""
         for request in self._scheduler.requests_in_window():
             self._desk.enter_window(request.request_id)
         plan = self._scheduler.plan_step()
         if plan is None:
-            return False
+            return None
         for part in plan.slices:
             # One step may take more requests than the window announced.
             self._desk.enter_window(part.request.request_id)
         if self._config.faults.step_delay_s:
             time.sleep(self._config.faults.step_delay_s)
-        result = self._runner.run(plan)
-        report_prompt_scores(plan, result, self._outbox)
-        for progress in self._scheduler.complete_step(plan, result):
-            self._pass_on(progress)
-        return True
+        return plan
 
     def _pass_on(self, progress: PrefillProgress) -> None:
         request_id = progress.request_id
@@ -228,7 +237,12 @@ class PrefillEngine:
                 handoff_bytes=totals.num_bytes,
                 handoff_seconds=totals.seconds,
             ),
-            is_drained=self._is_draining and not ledger.sequences and self._desk.is_idle,
+            is_drained=(
+                self._is_draining
+                and not ledger.sequences
+                and self._desk.is_idle
+                and self._pipeline.is_empty
+            ),
         )
 
 

@@ -5,6 +5,9 @@
 
 Blocks for a whole prompt are taken when its computing begins, so that what was begun can end. If
 the pool has no room, the head of the queue waits for held hand-offs to be released.
+
+A step may be planned while the one before is in flight: the next chunk, or the next prompt, needs
+no token of it. What a step computed counts, and enters the prefix cache, when it has ended.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +18,7 @@ from pdserve.cache.block_pool import BlockPool
 from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
+from pdserve.engine.flights import Flights
 from pdserve.engine.scheduler import (
     SchedulerCounters,
     SchedulerLedger,
@@ -98,16 +102,19 @@ class PrefillScheduler:
         self._roster = SequenceRoster()
         self._lanes = WaitingLanes(max_waiting)
         self._computing: list[SequenceState] = []
+        self._flights = Flights(self._cache, self._roster)
         self._counters = SchedulerCounters()
 
     @property
     def has_work(self) -> bool:
-        """Says whether the next plan computes something.
+        """Says whether a step is in flight or the next plan computes something.
 
         A queue whose head waits for held hand-offs is no work: nothing here could go on.
         """
+        if self._flights or self._computing:
+            return True
         head = self._lanes.head()
-        return bool(self._computing) or (head is not None and self._fits(head))
+        return head is not None and self._fits(head)
 
     @property
     def num_held(self) -> int:
@@ -179,33 +186,45 @@ class PrefillScheduler:
         return tuple(sequence.request for sequence in fresh)
 
     def plan_step(self) -> StepPlan | None:
-        """Plans the next step; None if nothing can be computed."""
+        """Plans the next step, which the caller launches; None if nothing can be computed.
+
+        Other steps may be in flight.
+        """
         budget = self._config.max_num_batched_tokens
         slices: list[SequenceSlice] = []
-        for sequence in self._computing:
+        chosen: list[SequenceState] = []
+        unplanned = [one for one in self._computing if one.num_planned < len(one.chain)]
+        for sequence in unplanned:
             count = num_chunk_tokens(
-                sequence.num_computed, len(sequence.chain), budget, may_split_tile=not slices
+                sequence.num_planned, len(sequence.chain), budget, may_split_tile=not slices
             )
             if count == 0:
                 break
             slices.append(make_slice(sequence, count))
+            chosen.append(sequence)
             budget -= count
-        while budget and len(self._computing) == len(slices) < self._config.max_num_seqs:
+        has_seat = len(unplanned) == len(slices)
+        while has_seat and budget and len(slices) < self._config.max_num_seqs:
             count = self._admit_head(budget, may_split_tile=not slices)
             if count == 0:
                 break
             slices.append(make_slice(self._computing[-1], count))
+            chosen.append(self._computing[-1])
             budget -= count
-        return StepPlan(slices=tuple(slices)) if slices else None
+        if not slices:
+            return None
+        plan = StepPlan(slices=tuple(slices))
+        self._flights.begin(plan, chosen)
+        return plan
+
+    def live_slices(self, plan: StepPlan) -> tuple[SequenceSlice, ...]:
+        """Returns the slices of a step in flight whose sequences were not dropped since."""
+        return self._flights.live_slices(plan)
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> tuple[PrefillProgress, ...]:
-        """Books a step that was run; sequences dropped meanwhile are left out."""
+        """Books the oldest step in flight; sequences dropped meanwhile are left out."""
         progress: list[PrefillProgress] = []
-        for part in plan.slices:
-            sequence = self._roster.find_planned(part)
-            if sequence is None:
-                continue
-            sequence.num_computed = part.end
+        for part, sequence in self._flights.land(plan):
             sequence.num_computed_here += len(part.token_ids)
             self._counters.prompt_tokens += len(part.token_ids)
             self._cache.enter(sequence.table, sequence.chain, part.end)
@@ -302,7 +321,8 @@ class PrefillScheduler:
     def check(self) -> None:
         """Asserts that pool, cache and tables agree."""
         self._cache.check()
-        check_references(self._cache.pool, self._roster)
+        tables = (sequence.table for sequence in self._roster)
+        check_references(self._cache.pool, (*tables, *self._flights.held_tables()))
 
     def _admit_head(self, budget: int, *, may_split_tile: bool) -> int:
         """Moves the head of the queue to computing and returns its first chunk; 0: it waits."""
@@ -345,7 +365,7 @@ class PrefillScheduler:
             self._lanes.remove(sequence)
         elif sequence.stage is Stage.COMPUTING:
             self._computing.remove(sequence)
-        self._cache.close(sequence.table)
+        self._flights.close(sequence)
         self._roster.remove(sequence)
 
 

@@ -68,6 +68,12 @@ class HashChain:
             self._tail = hash_block(self._tail, self.block_tokens(index))
             self._hashes.append(self._tail)
 
+    def append(self, token_id: int) -> None:
+        """Appends one token: what a sequence does in each step."""
+        self._token_ids.append(token_id)
+        if len(self._token_ids) % self.block_size == 0:
+            self.extend(())
+
     def fork(self) -> "HashChain":
         """Returns a chain of the same tokens that grows by itself."""
         twin = HashChain((), self.block_size, b"", "")

@@ -36,6 +36,17 @@ class BlockTable:
     """Leading blocks that came from the cache."""
     _entries: list[EntryId] = field(default_factory=list)
     """The cache entries that stand for the leading full blocks."""
+    _snapshot: tuple[BlockId, ...] | None = None
+
+    def snapshot(self) -> tuple[BlockId, ...]:
+        """Returns the blocks as they are now: one and the same tuple until they change."""
+        if self._snapshot is None:
+            self._snapshot = tuple(self.block_ids)
+        return self._snapshot
+
+    def forget_snapshot(self) -> None:
+        """Must be called by whoever changes `block_ids`."""
+        self._snapshot = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +118,7 @@ class PrefixCache:
             raise NoFreeBlocks(f"{count} blocks asked for, {self.pool.num_available} available")
         for block in self.pool.evict(count - self.pool.num_free):
             del self._by_hash[self._hash_of.pop(block)]
+        table.forget_snapshot()
         after = table.block_ids[-1] if table.block_ids else None
         table.block_ids.extend(self.pool.allocate(count, after))
 
@@ -124,6 +136,7 @@ class PrefixCache:
         if self.pool.is_shared(table.block_ids[index]) and self.pool.num_free == 0:
             for block in self.pool.evict(1):
                 del self._by_hash[self._hash_of.pop(block)]
+        table.forget_snapshot()
         return self.pool.make_writable(table.block_ids, index)
 
     def enter(self, table: BlockTable, chain: HashChain, num_valid_tokens: int) -> None:
@@ -131,14 +144,16 @@ class PrefixCache:
 
         A block whose tokens the cache already holds stays the table's own.
         """
-        if not self._is_enabled:
+        num_full_blocks = num_valid_tokens // chain.block_size
+        if not self._is_enabled or len(table._entries) >= num_full_blocks:
             return
-        for index in range(len(table._entries), num_valid_tokens // chain.block_size):
+        for index in range(len(table._entries), num_full_blocks):
             table._entries.append(self._enter(table, chain, index))
 
     def close(self, table: BlockTable) -> None:
         """Drops the table's references; entered blocks become cached, the others free."""
         self.pool.free(table.block_ids)
+        table.forget_snapshot()
         table.block_ids.clear()
         table._entries.clear()
 

@@ -23,8 +23,6 @@ from pdserve.sampler import score_token
 class ModelRunner:
     """A model and its KV memory; the `StepRunner` of a CPU."""
 
-    max_steps_in_flight = 1
-
     def __init__(
         self,
         model: LlamaModel,
@@ -51,6 +49,11 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self._announce = announce
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """A step ends before `launch` returns."""
+        return 1
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         """Computes a step on this very thread; raises what `run` raises."""

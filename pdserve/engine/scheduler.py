@@ -12,9 +12,9 @@ from pdserve.cache.block_hash import HashChain
 from pdserve.cache.block_pool import BlockPool
 from pdserve.cache.prefix_cache import BlockTable
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
-from pdserve.engine.batch import SequenceSlice
+from pdserve.engine.batch import SequenceSlice, is_chosen_on_device
 from pdserve.errors import Overloaded, StaleAttempt
-from pdserve.request import BlockId, Request, RequestId
+from pdserve.request import Request, RequestId
 
 
 class Stage(StrEnum):
@@ -54,6 +54,8 @@ class SequenceState:
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     """Leading tokens with valid KV."""
+    num_flying: int = 0
+    """Tokens behind them that steps in flight compute; the last one may be unknown yet."""
     num_cached_tokens: int = 0
     """Tokens whose KV came from the prefix cache."""
     num_computed_here: int = 0
@@ -68,6 +70,17 @@ class SequenceState:
     """Decode only: it came to be computed here, and nobody chose that."""
     is_announced: bool = False
     """Prefill only: its reservation was asked for."""
+    is_awaitable: bool = field(init=False)
+    """A step may be planned for a token of it that is still in flight."""
+
+    def __post_init__(self) -> None:
+        """Looks once at what never changes."""
+        self.is_awaitable = is_chosen_on_device(self.request)
+
+    @property
+    def num_planned(self) -> int:
+        """Leading tokens whose KV is valid, or will be when the steps in flight have ended."""
+        return self.num_computed + self.num_flying
 
     @property
     def num_output_tokens(self) -> int:
@@ -204,14 +217,6 @@ class SequenceRoster:
         """Says whether the sequence is still here, in this very attempt."""
         return self._by_id.get(sequence.request.request_id) is sequence
 
-    def find_planned(self, part: SequenceSlice) -> SequenceState | None:
-        """Returns the sequence that a slice was made of, unless it was dropped since."""
-        found = self._by_id.get(part.request.request_id)
-        if found is None or found.request is not part.request:
-            return None
-        # Dropped and queued again meanwhile: the slice was the former life's.
-        return None if found.stage in (Stage.WAITING, Stage.RESERVED) else found
-
     def expired(self, now_s: float) -> tuple[RequestId, ...]:
         """Names the requests whose time budget has run out."""
         return tuple(
@@ -313,15 +318,18 @@ def num_chunk_tokens(start: int, end: int, budget: int, *, may_split_tile: bool)
 
 
 def make_slice(sequence: SequenceState, num_tokens: int) -> SequenceSlice:
-    """Returns the next tokens of a sequence as a slice; it samples if they are the last known."""
-    start = sequence.num_computed
+    """Returns the next tokens of a sequence as a slice; it samples if they are the last known.
+
+    The one behind the last known is awaited from the step in flight.
+    """
+    start = sequence.num_planned
     end = start + num_tokens
     chain, request = sequence.chain, sequence.request
-    is_last = end == len(chain)
-    blocks: tuple[BlockId, ...] = tuple(sequence.table.block_ids)
+    num_known = len(chain)
+    is_last = end >= num_known
     output_ids: tuple[int, ...] = ()
     if is_last and request.sampling.has_penalties:
-        output_ids = chain.tokens(request.num_prompt_tokens, len(chain))
+        output_ids = chain.tokens(request.num_prompt_tokens, num_known)
     targets: tuple[int, ...] = ()
     if request.sampling.prompt_logprobs is not None:
         targets = chain.tokens(start + 1, min(end + 1, request.num_prompt_tokens))
@@ -329,15 +337,16 @@ def make_slice(sequence: SequenceState, num_tokens: int) -> SequenceSlice:
         request=request,
         start=start,
         token_ids=chain.tokens(start, end),
-        block_ids=blocks,
-        output_index=sequence.num_output_tokens if is_last else None,
+        block_ids=sequence.table.snapshot(),
+        output_index=end - request.num_prompt_tokens if is_last else None,
         output_ids=output_ids,
         prompt_targets=targets,
+        awaits_token=end > num_known,
     )
 
 
-def check_references(pool: BlockPool, sequences: Iterable[SequenceState]) -> None:
-    """Asserts that every reference on a block is held by exactly one sequence."""
-    held = Counter(block for sequence in sequences for block in sequence.table.block_ids)
+def check_references(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
+    """Asserts that every reference on a block is held by exactly one table."""
+    held = Counter(block for table in tables for block in table.block_ids)
     assert len(held) == pool.num_referenced, "a referenced block is in no table"
     assert all(pool.num_references(block) == count for block, count in held.items())

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdserve.engine.batch import StepPlan, StepResult
+from pdserve.engine.batch import SequenceSlice, StepResult
 from pdserve.rank.outbox import Outbox
 from pdserve.request import Request
 from pdserve.rpc.codec import logprobs_to_wire
@@ -24,12 +24,19 @@ def send_to_samples(
         outbox.update(one.front_id, copy)
 
 
-def report_prompt_scores(plan: StepPlan, result: StepResult, outbox: Outbox) -> None:
+def report_prompt_scores(
+    slices: Sequence[SequenceSlice], result: StepResult, outbox: Outbox
+) -> None:
     """Sends what a step says of prompts; call it before the step's tokens are sent.
 
     Of several samples the first one speaks for the prompt.
+
+    Args:
+        slices: those of the step that somebody still waits for.
+        result: of the step.
+        outbox: where it goes.
     """
-    for part in plan.slices:
+    for part in slices:
         logprobs = result.prompt_logprobs.get(part.request.request_id)
         if not logprobs:
             continue
