@@ -56,6 +56,14 @@ class ProductPlan:
                 f"got {self.num_warps} warps for block_n {self.block_n}"
             )
 
+    def describe(self) -> str:
+        """Returns a short name: kernel, block_n x block_k x stages, warps, splits, programs."""
+        persistent = "" if self.programs_per_sm is None else f" p{self.programs_per_sm}"
+        return (
+            f"{self.kernel} {self.block_n}x{self.block_k}x{self.num_stages} "
+            f"w{self.num_warps} S{self.num_splits}{persistent}"
+        )
+
     def to_json(self) -> dict[str, str | int | None]:
         """Returns the fields by name."""
         return asdict(self)
