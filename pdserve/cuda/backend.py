@@ -33,8 +33,8 @@ from pdserve.timeline import Clock
 
 logger = logging.getLogger(__name__)
 
-BALANCED_SPLITS = 16
-"""Splits of a sequence's KV at the largest batch; smaller batches split further."""
+BALANCED_SPLITS = 64
+"""Most splits of a sequence's KV, at every batch size: so few kernels are compiled."""
 FIXED_SPLIT_TOKENS = 512
 MIB = 1 << 20
 
@@ -98,7 +98,7 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
     device.synchronize()
     report("load weights", clock.now() - started_s, f"{engine.dtype} on {device.name}")
     started_s = clock.now()
-    plans = choose_plans(config, weights, device, is_fixed=engine.deterministic)
+    plans = choose_plans(weights, device, is_fixed=engine.deterministic)
     report("choose products", clock.now() - started_s, plans.summary)
     limits = InputLimits(
         max_rows=max(engine.max_num_batched_tokens, engine.max_num_seqs),
