@@ -81,8 +81,12 @@ class Flights:
         """
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps end in the order in which they were planned"
-        for table in flight.held:
-            self._cache.close(table)
+        if self._is_copying():
+            # Planned after these sequences were dropped, yet a copy may read a block of theirs.
+            self._flights[-1].held.extend(flight.held)
+        else:
+            for table in flight.held:
+                self._cache.close(table)
         is_live = self._roster.is_live
         for part, sequence in zip(plan.slices, flight.sequences, strict=True):
             if is_live(sequence):
@@ -95,9 +99,11 @@ class Flights:
 
         A step that copies blocks may read some of a sequence that is not in it.
         """
-        is_copying = any(flight.plan.copies for flight in self._flights)
-        if self._flights and (sequence.num_flying or is_copying):
+        if self._flights and (sequence.num_flying or self._is_copying()):
             self._flights[-1].held.append(sequence.table)
             sequence.table = BlockTable()
         else:
             self._cache.close(sequence.table)
+
+    def _is_copying(self) -> bool:
+        return any(flight.plan.copies for flight in self._flights)

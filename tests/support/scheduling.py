@@ -82,14 +82,14 @@ def expected_output(request: Request) -> tuple[int, ...]:
     """What a request gives when it is alone."""
     digest = 0
     for token in request.token_ids[: request.num_prompt_tokens]:
-        digest = _digest(digest, token)
+        digest = digest_of(digest, token)
     output: list[int] = []
     while True:
-        token = _sample(digest, len(output), request.sample_index)
+        token = sample_of(digest, len(output), request.sample_index)
         output.append(token)
         if finish_reason_after(request, len(output), token) is not None:
             return tuple(output)
-        digest = _digest(digest, token)
+        digest = digest_of(digest, token)
 
 
 @dataclass
@@ -113,12 +113,12 @@ class FakeRunner:
                 slot = self._slot(part.block_ids, position)
                 assert slot not in written, "two slices write one slot"
                 written.add(slot)
-                self.slots[slot] = _digest(self._read(part.block_ids, position - 1), token)
+                self.slots[slot] = digest_of(self._read(part.block_ids, position - 1), token)
             if part.output_index is not None:
                 digest = self._read(part.block_ids, part.end - 1)
                 for one in part.request.samples():
                     sampled[one.request_id] = SampledToken(
-                        token_id=_sample(digest, part.output_index, one.sample_index)
+                        token_id=sample_of(digest, part.output_index, one.sample_index)
                     )
         self.num_steps += 1
         return StepResult(sampled=sampled)
@@ -141,9 +141,9 @@ class FakeRunner:
         return self.slots.get(self._slot(blocks, position), -7) if position >= 0 else 0
 
 
-def _digest(digest: int, token: int) -> int:
+def digest_of(digest: int, token: int) -> int:
     return hash((digest, token))
 
 
-def _sample(digest: int, output_index: int, sample_index: int) -> int:
+def sample_of(digest: int, output_index: int, sample_index: int) -> int:
     return hash((digest, output_index, sample_index, 1)) % VOCABULARY
