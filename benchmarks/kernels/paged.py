@@ -1,0 +1,118 @@
+"""Paged KV of random sequences, attention over it in float64, and timing through CUDA graphs.
+
+Letters as in `pdserve.kernels.decode_attention`.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedKv:
+    """KV of a batch, its blocks scattered at random."""
+
+    keys: Tensor
+    """[S, J, D]."""
+    values: Tensor
+    tables: Tensor
+    """int32 [B, max_blocks]."""
+    lengths: Tensor
+    """int32 [B]."""
+
+    def slots(self, sequence: int, num_tokens: int) -> Tensor:
+        """Returns where a sequence's first tokens lie."""
+        index = torch.arange(num_tokens, device=self.tables.device)
+        blocks = self.tables[sequence].long()[index // BLOCK_SIZE]
+        return blocks * BLOCK_SIZE + index % BLOCK_SIZE
+
+
+def make_paged_kv(
+    lengths: Sequence[int],
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    is_poisoned: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> PagedKv:
+    """Makes random KV; slots that no sequence has written are NaN if asked for."""
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    num_blocks = sum(counts)
+    order = torch.randperm(num_blocks, device=device).int()
+    tables = torch.zeros(len(lengths), max(*counts, 1), dtype=torch.int32, device=device)
+    first = 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = order[first : first + count]
+        first += count
+    shape = (num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
+    keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    kv = PagedKv(
+        keys=keys,
+        values=values,
+        tables=tables,
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+    if is_poisoned:
+        is_written = torch.zeros(shape[0], dtype=torch.bool, device=device)
+        for row, length in enumerate(lengths):
+            is_written[kv.slots(row, length)] = True
+        keys[~is_written] = float("nan")
+        values[~is_written] = float("nan")
+    return kv
+
+
+def attend_exactly(
+    q: Tensor,
+    kv: PagedKv,
+    sequence: int,
+    positions: Sequence[int],
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attends from single tokens in float64, [T, H, D]."""
+    group = q.shape[1] // kv.keys.shape[1]
+    slots = kv.slots(sequence, max(positions) + 1)
+    keys, values = (part[slots].double() for part in (kv.keys, kv.values))
+    grouped = q.double().unflatten(1, (-1, group))
+    scores = torch.einsum("tjgd,sjd->tjgs", grouped, keys) / q.shape[2] ** 0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    ages = torch.tensor(positions, device=slots.device)[:, None] - torch.arange(
+        len(slots), device=slots.device
+    )
+    is_hidden = (ages < 0) if window is None else (ages < 0) | (ages >= window)
+    scores.masked_fill_(is_hidden[:, None, None, :], float("-inf"))
+    return torch.einsum("tjgs,sjd->tjgd", scores.softmax(-1), values).flatten(1, 2)
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Returns ||out - expected|| / ||expected||; NaN stays NaN."""
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+def time_calls(calls: Sequence[Callable[[], object]], num_replays: int = 12) -> float:
+    """Returns microseconds per call of a graph that runs all calls once; median of replays."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(num_replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times) * 1e3 / len(calls)
