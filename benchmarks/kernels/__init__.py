@@ -1,0 +1,1 @@
+"""Each kernel of the GPU engine alone, against its own floor."""
