@@ -39,9 +39,12 @@ class _Graph:
 class GraphSet:
     """Captured shapes. Used by the engine's thread."""
 
-    def __init__(self, device: Device, compute: Compute) -> None:
-        """Captures nothing yet."""
+    def __init__(
+        self, device: Device, compute: Compute, send_padding: Callable[[StepShape], None]
+    ) -> None:
+        """Captures nothing yet; `send_padding` makes a step's inputs harmless."""
         self._device = device
+        self._send_padding = send_padding
         self._compute = compute
         self._graphs: dict[StepShape, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.is_cuda else None
@@ -57,6 +60,7 @@ class GraphSet:
         before = self._device.free_bytes()
         for shape in shapes:
             # Compiles kernels and makes libraries allocate what a capture must not.
+            self._send_padding(shape)
             self._compute(shape)
             self._device.synchronize()
             graph = torch.cuda.CUDAGraph()

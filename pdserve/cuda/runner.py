@@ -90,7 +90,7 @@ class CudaRunner:
         self._inputs = inputs
         self._input_limits = input_limits
         self._shapes = tuple(graph_shapes)
-        self._graphs = GraphSet(device, self._compute)
+        self._graphs = GraphSet(device, self._compute, self._send_padding)
         self._chooser = TokenChooser(device, input_limits.max_samples, model.config.vocab_size)
         self._assembler = Assembler(
             inputs,
@@ -143,7 +143,7 @@ class CudaRunner:
         shapes = [decode_shape(limits.max_seqs)]
         shapes.append(prompt_shape(limits.max_rows, min(limits.max_seqs, limits.max_rows)))
         for shape in shapes:
-            self._inputs.send(self._inputs.next_writer(shape))
+            self._send_padding(shape)
             self._compute(shape)
         self._device.synchronize()
 
@@ -179,6 +179,9 @@ class CudaRunner:
         if step.is_captured:
             return self._graphs.replay(step.shape), (), step.slots
         return self._compute(step.shape), (), step.slots
+
+    def _send_padding(self, shape: StepShape) -> None:
+        self._inputs.send(self._inputs.next_writer(shape))
 
     def _compute(self, shape: StepShape) -> Tensor | None:
         rows = self._inputs.take(shape, self._chooser.ids)

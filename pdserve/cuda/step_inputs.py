@@ -126,7 +126,6 @@ class StepInputs:
             token_ids,
             buffer[layout.updates :],
             self._tables,
-            use_pdl=self._device.has_dependent_launch,
         )
         decode, prompt, samples = None, None, None
         if shape.num_decode:

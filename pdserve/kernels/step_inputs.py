@@ -21,12 +21,8 @@ def step_inputs_kernel(
     tables_ptr,
     BLOCK: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ):
     """A fixed number of programs share rows and updates, however many there are."""
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     for start in range(program * BLOCK, num_rows, NUM_PROGRAMS * BLOCK):
@@ -51,10 +47,11 @@ def take_step_inputs(
     token_ids_M: Tensor,
     updates: Tensor,
     tables: Tensor,
-    *,
-    use_pdl: bool = False,
 ) -> None:
-    """Fills in token ids and writes table entries.
+    """Fills in token ids and writes table entries; the first kernel of a step.
+
+    No later kernel may start before it has ended: some read lengths and tables before they wait for
+    the kernel ahead of them.
 
     Args:
         sources_M: int32; a token id, or -(row + 1) for what the step before sampled in a row.
@@ -63,9 +60,7 @@ def take_step_inputs(
         updates: int32; the number of updates, three unused values, then pairs of a flat index into
             `tables` and its new value. No index stands twice.
         tables: int32, contiguous, fewer than 2**31 entries.
-        use_pdl: whether the launch may begin before the kernel ahead of it has ended (sm_90).
     """
-    options = {"launch_pdl": True} if use_pdl else {}
     step_inputs_kernel[(NUM_PROGRAMS,)](
         sources_M,
         previous_ids,
@@ -75,7 +70,5 @@ def take_step_inputs(
         tables,
         BLOCK=BLOCK,
         NUM_PROGRAMS=NUM_PROGRAMS,
-        USE_PDL=use_pdl,
         num_warps=4,
-        **options,
     )
