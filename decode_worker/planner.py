@@ -22,7 +22,13 @@ from decode_worker.occupancy import BlockCopy, Occupancy
 from pdserve.cache.prefix_cache import BlockTable
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan
-from pdserve.engine.scheduler import SequenceState, Stage, make_slice, num_chunk_tokens
+from pdserve.engine.scheduler import (
+    SequenceState,
+    Stage,
+    make_running_slice,
+    make_slice,
+    num_chunk_tokens,
+)
 from pdserve.timeline import Clock
 
 
@@ -75,8 +81,8 @@ class StepPlanner:
                 occupancy.prepare(sequence, draft.copies, draft.held)
         if lacking:
             running = [sequence for sequence in running if occupancy.roster.is_live(sequence)]
-        for sequence in running:
-            draft.add(sequence, 1)
+        draft.slices.extend(map(make_running_slice, running))
+        draft.sequences.extend(running)
         self._add_chunks(draft)
         if not draft.slices:
             return None

@@ -18,7 +18,7 @@ from dataclasses import replace
 from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
 from decode_worker.occupancy import LetGo, Occupancy
 from decode_worker.planner import StepPlanner
-from decode_worker.progress import DecodeProgress, make_progress, next_tokens
+from decode_worker.progress import DecodeProgress, make_progress, make_sample_progress
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
@@ -264,11 +264,38 @@ class DecodeScheduler:
                 continue
             if sequence.stage is Stage.COMPUTING:
                 sequence.sampled_s = self._clock.now()
-            entries = make_progress(sequence, part.output_index, result)
-            progress += entries
-            occupancy.go_on(sequence, next_tokens(entries))
+            if part.request.sampling.n == 1:
+                progress.append(self._book_token(sequence, part.output_index, result))
+            else:
+                progress += self._book_tokens(sequence, part.output_index, result)
         occupancy.counters.generation_tokens += len(progress)
         return tuple(progress)
+
+    def _book_token(
+        self, sequence: SequenceState, output_index: int, result: StepResult
+    ) -> DecodeProgress:
+        """Books the next token of a sequence of one sample, which goes on or ends."""
+        request = sequence.request
+        token = result.sampled[request.request_id]
+        entry = make_sample_progress(sequence, request, output_index, token, sequence.times)
+        if entry.finish_reason is None:
+            self._occupancy.run(sequence, token.token_id)
+        else:
+            self._occupancy.drop(sequence)
+        return entry
+
+    def _book_tokens(
+        self, sequence: SequenceState, output_index: int, result: StepResult
+    ) -> tuple[DecodeProgress, ...]:
+        """Books the first token of each of several samples; those that go on part and run."""
+        progress = make_progress(sequence, output_index, result)
+        tokens = {
+            index: entry.token.token_id
+            for index, entry in zip(sequence.request.sample_indices, progress, strict=True)
+            if entry.finish_reason is None
+        }
+        self._occupancy.go_on(sequence, tokens)
+        return progress
 
     def _book_prompt(self, part: SequenceSlice, sequence: SequenceState) -> None:
         num_prompt = min(part.end, len(part.request.token_ids)) - part.start

@@ -49,6 +49,7 @@ class Figure:
 
 def time_us(launch: Callable[[int], None], chain: int = CHAIN) -> float:
     """Returns microseconds a launch, the median over replays of a graph of a chain of them."""
+    torch.cuda.synchronize()  # inputs are made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for index in range(3):

@@ -61,6 +61,11 @@ class HashChain:
         """Blocks that have a hash."""
         return len(self._hashes)
 
+    @property
+    def last(self) -> int:
+        """The last token; there is one."""
+        return self._token_ids[-1]
+
     def extend(self, token_ids: Iterable[int]) -> None:
         """Appends tokens and hashes the blocks that become full."""
         self._token_ids.extend(token_ids)

@@ -6,9 +6,12 @@ from typing import Protocol
 from pdserve.request import BlockId, Request, RequestId, SampledToken, TokenLogprobs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SequenceSlice:
     """One sequence's share of a step: compute some tokens, write their KV, maybe sample.
+
+    Never changed, yet not frozen: that would make it three times as slow to make (2.1 us instead
+    of 0.7, CPython 3.11), and there is one for each sequence in each step.
 
     The tokens are [start, end). `block_ids` is the whole block table so far: block i holds tokens
     [i * block_size, (i + 1) * block_size), and the table covers at least `end` tokens. KV of

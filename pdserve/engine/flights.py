@@ -90,8 +90,9 @@ class Flights:
         is_live = self._roster.is_live
         for part, sequence in zip(plan.slices, flight.sequences, strict=True):
             if is_live(sequence):
-                sequence.num_flying -= part.num_tokens
-                sequence.num_computed = part.end
+                end = part.end
+                sequence.num_flying -= end - part.start
+                sequence.num_computed = end
                 yield part, sequence
 
     def close(self, sequence: SequenceState) -> None:

@@ -10,29 +10,9 @@ too many candidates, the row is marked for `vocabulary_search`.
 import triton
 import triton.language as tl
 
+from pdserve.kernels.choice import finish_row, load_key, needs_filters
 from pdserve.kernels.logits import clean, key_value, ordered_key
-from pdserve.kernels.noise import NO_ID, exact_score, noise_bits, noise_key
-
-
-@triton.jit
-def finish_row(
-    row,
-    row_ptr,
-    token,
-    field_ptr,
-    stats_ptr,
-    out_ids_ptr,
-    out_logprobs_ptr,
-    HAS_LOGPROBS: tl.constexpr,
-):
-    """Writes what was chosen and counts up the output index."""
-    tl.store(out_ids_ptr + row, token.to(out_ids_ptr.dtype.element_ty))
-    if HAS_LOGPROBS:
-        row_max = tl.load(stats_ptr + row * 3)
-        log_sum = tl.load(stats_ptr + row * 3 + 1)
-        value = clean(tl.load(row_ptr + token)).to(tl.float64)
-        tl.store(out_logprobs_ptr + row, (value - row_max - log_sum).to(tl.float32))
-    tl.store(field_ptr + 6, tl.load(field_ptr + 6) + 1)
+from pdserve.kernels.noise import NO_ID, exact_score, noise_bits
 
 
 @triton.jit
@@ -113,7 +93,7 @@ def choose_among(
     temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
     top_p = tl.load(field_ptr + 1).to(tl.float64, bitcast=True)
     log_min_p = tl.load(field_ptr + 2).to(tl.float64, bitcast=True)
-    key = noise_key(tl.load(field_ptr + 3), tl.load(field_ptr + 5), tl.load(field_ptr + 6))
+    key = load_key(field_ptr)
     top_k = tl.load(field_ptr + 4)
     top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
 
@@ -151,7 +131,8 @@ def choose_among(
     has_only_top_p = (top_k == vocab_size) & (log_min_p == float("-inf"))
     total = tl.where(covers_filters, kept_mass, full_mass)
     covers = covers_filters | (has_only_top_p & (kept_mass / total >= top_p))
-    is_kept = is_kept & ((top_p >= 1) | (masses / total < top_p))
+    mass_limit = tl.where(top_p < 1, top_p, float("inf"))
+    is_kept = is_kept & (masses / total < mass_limit)
     scores = exact_score(values, row_max, temperature, noise_bits(key, token_ids))
     scores = tl.where(is_kept, scores, float("-inf"))
     best = tl.max(scores, axis=0)
@@ -186,12 +167,7 @@ def filter_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     field_ptr = fields_ptr + row * 8
-    temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
-    top_p = tl.load(field_ptr + 1).to(tl.float64, bitcast=True)
-    log_min_p = tl.load(field_ptr + 2).to(tl.float64, bitcast=True)
-    top_k = tl.load(field_ptr + 4)
-    has_filters = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (log_min_p > float("-inf"))
-    if (temperature > 0) & has_filters:
+    if needs_filters(field_ptr, vocab_size):
         row_ptr = logits_ptr + row * logits_stride
         list_ptr = candidates_ptr + row * (MAX_CHUNKS + MAX_CANDIDATES)
         ids_ptr = list_ptr + MAX_CHUNKS
@@ -257,8 +233,9 @@ def filter_kernel(
                 row,
                 row_ptr,
                 token,
+                row_max,
+                tl.load(stats_ptr + row * 3 + 1),
                 field_ptr,
-                stats_ptr,
                 out_ids_ptr,
                 out_logprobs_ptr,
                 HAS_LOGPROBS,

@@ -8,15 +8,16 @@ import triton
 import triton.language as tl
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
+LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def clean(values):
-    """Returns float32 without NaN, infinities or a negative zero, as `pdserve.sampler` sees them."""
+    """Returns float32 as `pdserve.sampler` sees it: no NaN and no infinity."""
     values = values.to(tl.float32)
-    values = tl.where(values != values, -3.4028234663852886e38, values)
-    values = tl.minimum(tl.maximum(values, -3.4028234663852886e38), LARGEST)
-    return tl.where(values == 0, 0.0, values)
+    # NaN compares as false.
+    values = tl.where(values > LEAST, values, LEAST)
+    return tl.minimum(values, LARGEST)
 
 
 @triton.jit
@@ -29,8 +30,8 @@ def load_logits(row_ptr, token_ids, vocab_size):
 
 @triton.jit
 def ordered_key(values, SHIFT: tl.constexpr):
-    """Returns an int32 that orders like the value."""
-    bits = values.to(tl.int32, bitcast=True)
+    """Returns an int32 that orders like the value; both zeros have one key."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 

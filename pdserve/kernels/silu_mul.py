@@ -75,11 +75,11 @@ def silu_mul(
         HAS_BIAS=bias_N is not None,
         BLOCK_I=block,
         USE_PDL=use_pdl,
-        **launch_options(max(block // 256, 1), use_pdl=use_pdl),
+        **launch_options(min(max(block // 256, 1), 4), use_pdl=use_pdl),
     )
 
 
 def _choose_block(num_rows: int, num_inner: int) -> int:
-    """Small blocks spread few rows over the device; large ones spare programs."""
-    block = 256 if num_rows <= 4 else 512 if num_rows <= 16 else 1024
+    """Small blocks spread few rows over the device, large ones spare programs (H200, I 14336)."""
+    block = 256 if num_rows <= 2 else 1024 if num_rows <= 128 else 2048
     return min(block, triton.next_power_of_2(num_inner))

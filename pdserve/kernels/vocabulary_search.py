@@ -8,9 +8,9 @@ may differ from the CPU's by a token whose cumulative probability is within abou
 import triton
 import triton.language as tl
 
-from pdserve.kernels.filters import finish_row
+from pdserve.kernels.choice import finish_row, load_key
 from pdserve.kernels.logits import key_value, load_logits, ordered_key
-from pdserve.kernels.noise import MAX_SCALE, NO_ID, noise_key, race
+from pdserve.kernels.noise import MAX_SCALE, NO_ID, race
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def search_kernel(
         temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
         top_p = tl.load(field_ptr + 1).to(tl.float64, bitcast=True)
         log_min_p = tl.load(field_ptr + 2).to(tl.float64, bitcast=True)
-        key = noise_key(tl.load(field_ptr + 3), tl.load(field_ptr + 5), tl.load(field_ptr + 6))
+        key = load_key(field_ptr)
         top_k = tl.load(field_ptr + 4)
         row_max = tl.load(stats_ptr + row * 3).to(tl.float32)
         scale = tl.minimum(1.4426950408889634 / temperature, MAX_SCALE).to(tl.float32)
@@ -240,8 +240,9 @@ def search_kernel(
             row,
             row_ptr,
             token,
+            row_max.to(tl.float64),
+            tl.load(stats_ptr + row * 3 + 1),
             field_ptr,
-            stats_ptr,
             out_ids_ptr,
             out_logprobs_ptr,
             HAS_LOGPROBS,

@@ -19,6 +19,7 @@ from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import HandoffConfig, WorkerConfig
+from pdserve.engine.batch import StepRunner
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.models.registry import load_model
@@ -39,6 +40,7 @@ from pdserve.rpc.v1.types_pb2 import TokenLogprob
 from pdserve.timeline import ManualClock
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.rank import build_engine as build_prefill
+from tests.support.late_runner import LateRunner
 
 PREFILL, DECODE = Incarnation(11), Incarnation(22)
 TURN_S = 0.01
@@ -150,6 +152,7 @@ class EnginePair:
         decode_blocks: int = 256,
         handoff: HandoffConfig | None = None,
         max_local_prefill_tokens: int | None = None,
+        is_overlapped: bool = False,
         **engine: object,
     ) -> None:
         self.clock = ManualClock()
@@ -159,6 +162,8 @@ class EnginePair:
         self._model = load_model(folder, self.config)
         self._handoff = handoff or HandoffConfig(frame_tokens=64)
         self._max_local = max_local_prefill_tokens
+        self._is_overlapped = is_overlapped
+        self.late_runners: list[LateRunner] = []
         self.prefill_outbox, self.decode_outbox = RecordingOutbox(), RecordingOutbox()
         prefill = self._context(Role.PREFILL, PREFILL, prefill_blocks, self.prefill_outbox)
         decode = self._context(Role.DECODE, DECODE, decode_blocks, self.decode_outbox)
@@ -191,9 +196,16 @@ class EnginePair:
             model=self._model_config,
             geometry=geometry,
             kv=kv,
-            runner=ModelRunner(self._model, kv),
+            runner=self._make_runner(kv),
             max_model_len=min(self._model_config.max_position, num_blocks * geometry.block_size),
         )
+
+    def _make_runner(self, kv: KvTensors) -> StepRunner:
+        runner = ModelRunner(self._model, kv)
+        if not self._is_overlapped:
+            return runner
+        self.late_runners.append(LateRunner(runner))
+        return self.late_runners[-1]
 
     def submit(self, request: Request, *, is_local: bool = False) -> None:
         """Sends a request to prefill (or, local, to decode)."""

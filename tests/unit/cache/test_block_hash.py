@@ -73,3 +73,12 @@ def test_a_chain_grown_in_pieces_equals_one_made_at_once(first: int):
         (4, 5, 6, 7),
         (8, 9, 10),
     )
+
+
+def test_a_chain_that_grows_token_by_token_names_blocks_alike():
+    chain = HashChain((), 4, b"tenant", "revision")
+    for token in range(10):
+        chain.append(token)
+        assert chain.last == token
+    hashes = [chain.block_hash(index).hex() for index in range(chain.num_full_blocks)]
+    assert (len(chain), tuple(hashes)) == (10, GOLDEN)

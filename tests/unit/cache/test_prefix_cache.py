@@ -172,3 +172,20 @@ def test_random_use_keeps_one_ledger_and_never_serves_wrong_tokens(seed: int):
     for table in open_tables:
         cache.close(table)
     assert cache.pool.num_free + cache.pool.num_cached == 10
+
+
+def test_a_table_is_one_and_the_same_tuple_until_it_changes():
+    cache = PrefixCache(BlockPool(8))
+    table = compute(cache, chain_of(1, 2, 3))
+    seen = [table.snapshot()]
+    assert table.snapshot() is seen[0]
+    cache.grow(table, 3)
+    seen.append(table.snapshot())
+    twin = cache.fork(table, 2)
+    assert twin.snapshot() == seen[1][:2]
+    cache.make_writable(table, 1)
+    seen.append(table.snapshot())
+    cache.close(table)
+    seen.append(table.snapshot())
+    assert [len(blocks) for blocks in seen] == [2, 3, 3, 0]
+    assert seen[1][1] != seen[2][1]

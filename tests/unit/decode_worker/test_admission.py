@@ -51,3 +51,14 @@ def test_the_retry_hint_stays_within_bounds_and_has_a_default():
     assert pace.retry_hint_s([]) == 0.25
     assert pace.retry_hint_s([10_000]) == 2.0
     assert pace.retry_hint_s([0]) == 0.02
+
+
+def test_a_step_in_flight_behind_another_counts_from_that_one_s_end():
+    clock = ManualClock()
+    pace = StepPace(clock)
+    pace.begin_step()
+    for _ in range(5):
+        pace.begin_step()
+        clock.advance(0.05)
+        pace.end_step()
+    assert pace.retry_hint_s([10]) == pytest.approx(0.5)
