@@ -84,8 +84,10 @@ class TokenChooser:
             logits_RV: may be overwritten by the next step; None if there is no slot.
             slots: each in a row of its own.
         """
-        on_device = [slot for slot in slots if is_chosen_on_device(slot.part.request)]
-        on_host = [slot for slot in slots if not is_chosen_on_device(slot.part.request)]
+        on_device: list[SampleSlot] = []
+        on_host: list[SampleSlot] = []
+        for slot in slots:
+            (on_device if is_chosen_on_device(slot.part.request) else on_host).append(slot)
         self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
         ids, logprobs = self._host_ids[self._turn], self._host_logprobs[self._turn]
         host_logits = None
