@@ -43,7 +43,7 @@ def time_graph(launch: Callable[[], None], num_replays: int = 5) -> float:
             graph.replay()
         events[-1].record()
     stream.synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in pairwise(events))
+    times: list[float] = sorted(begin.elapsed_time(end) for begin, end in pairwise(events))
     return times[len(times) // 2]
 
 

@@ -233,6 +233,10 @@ def small_product(
     block_m = pad_rows(num_rows, 16, MAX_TILED_ROWS)
     num_m_tiles = triton.cdiv(num_rows, block_m)
     shared["num_warps"] = max(plan.num_warps, plan.block_n * block_m // (32 * 64))
+    if x_MK.is_cuda:
+        limit = torch.cuda.get_device_properties(x_MK.device).shared_memory_per_block_optin
+        stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
+        shared["num_stages"] = max(1, min(plan.num_stages, limit // stage_bytes))
     _tiled_product_kernel[(num_n_tiles * plan.num_splits * num_m_tiles,)](
         x_MK, weight_NK, out_SMN, *sizes, num_m_tiles, BLOCK_M=block_m, **shared
     )

@@ -1,6 +1,7 @@
 """Kernels run through Triton's interpreter where there is no device."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -13,10 +14,10 @@ from triton.runtime import interpreter
 _patch_tensor = interpreter._patch_lang_tensor
 
 
-def _patch_tensor_with_index(tensor, scope):
-    # Triton 3.6 converts arrays of one element with int(), which numpy 2.4 refuses.
+def _patch_tensor_with_index(tensor: Any, scope: Any) -> None:
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+# Triton 3.6 bounds a loop by int() of an array of one element, which numpy refuses since 2.4.
 interpreter._patch_lang_tensor = _patch_tensor_with_index
