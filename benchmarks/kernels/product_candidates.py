@@ -34,34 +34,32 @@ LLAMA_8B = (
 # block_n, block_k, num_stages, num_warps
 _RINGS = (
     (64, 128, 8, 4),
+    (64, 128, 6, 4),
     (64, 128, 4, 4),
+    (64, 128, 3, 4),
     (64, 64, 8, 4),
+    (64, 64, 5, 4),
     (64, 256, 5, 4),
+    (64, 256, 4, 4),
     (128, 64, 8, 4),
+    (128, 64, 6, 4),
     (128, 64, 4, 4),
     (128, 128, 5, 4),
-    (256, 64, 5, 8),
     (128, 64, 5, 8),
 )
 
 
 def describe(plan: ProductPlan | None) -> str:
     """Returns a short name of a plan; None is torch's product."""
-    if plan is None:
-        return "torch"
-    persistent = "" if plan.programs_per_sm is None else f"p{plan.programs_per_sm}"
-    return (
-        f"{plan.kernel[0]}{plan.block_n}x{plan.block_k}x{plan.num_stages}"
-        f"w{plan.num_warps}S{plan.num_splits}{persistent}"
-    )
+    return "torch" if plan is None else plan.describe().replace(" ", "").replace("streamed", "s")
 
 
 def list_candidates(shape: Shape, num_rows: int, *, streamed: bool) -> Iterator[ProductPlan]:
     """Yields the plans worth timing; the portable kernels get a few."""
     if streamed:
         yield from _list_streamed(shape, num_rows)
-    if num_rows <= 8:
-        for block_n, block_k, num_warps in ((4, 1024, 4), (8, 512, 4), (16, 512, 8)):
+    if num_rows == 1:
+        for block_n, block_k, num_warps in ((4, 1024, 4), (8, 512, 4)):
             for num_splits in _list_splits(shape, block_n, block_k, 500, 3000):
                 yield ProductPlan(
                     kernel="row",
@@ -71,7 +69,7 @@ def list_candidates(shape: Shape, num_rows: int, *, streamed: bool) -> Iterator[
                     num_stages=1,
                     num_warps=num_warps,
                 )
-    if num_rows in (1, 64):
+    if num_rows == 64:
         for block_n, block_k, num_stages in ((64, 128, 4), (128, 64, 5)):
             for num_splits in _list_splits(shape, block_n, block_k, 64, 400):
                 yield ProductPlan(

@@ -1,8 +1,6 @@
 """Times products on the device: alone over rotating weights, and in the chain of a decode step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import triton
@@ -12,7 +10,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from benchmarks.kernels.product_candidates import Shape
 from pdserve.kernels.product_plan import ProductPlan
-from pdserve.kernels.small_product import small_product
+from pdserve.kernels.product_timer import time_graph
+from pdserve.kernels.small_product import NextWeights, small_product
 
 Plan = ProductPlan | None
 """None is torch.mm."""
@@ -21,34 +20,19 @@ Plan = ProductPlan | None
 WEIGHT_SCALE = 0.02
 
 
-def time_graph(launch: Callable[[], None], num_replays: int = 5) -> float:
-    """Returns the median milliseconds of a CUDA graph of what `launch` launches."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        launch()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 1)]
-    with torch.cuda.stream(stream):
-        graph.replay()
-        for event in events[:-1]:
-            event.record()
-            graph.replay()
-        events[-1].record()
-    stream.synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in pairwise(events))
-    return times[len(times) // 2]
-
-
-def multiply(x: Tensor, weight: Tensor, out_SMN: Tensor, plan: Plan, use_pdl: bool) -> None:
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    out_SMN: Tensor,
+    plan: Plan,
+    use_pdl: bool,
+    next_weights: NextWeights | None = None,
+) -> None:
     """Launches one product."""
     if plan is None:
         torch.mm(x, weight.T, out=out_SMN[0])
     else:
-        small_product(x, weight, out_SMN, plan, use_pdl=use_pdl)
+        small_product(x, weight, out_SMN, plan, use_pdl=use_pdl, next_weights=next_weights)
 
 
 def make_out(num_rows: int, shape: Shape, plan: Plan) -> Tensor:
@@ -124,8 +108,10 @@ class Chain:
     shapes: tuple[Shape, ...]
     weights: dict[str, list[Tensor]]
 
-    def time(self, num_rows: int, plans: dict[str, Plan], *, use_pdl: bool) -> float:
-        """Returns milliseconds of the chain."""
+    def time(
+        self, num_rows: int, plans: dict[str, Plan], *, use_pdl: bool, next_bytes: int = 0
+    ) -> float:
+        """Returns milliseconds of the chain; each product asks for `next_bytes` of the next."""
         outs = {shape.name: make_out(num_rows, shape, plans[shape.name]) for shape in self.shapes}
         rows = {
             shape.name: torch.empty(num_rows, shape.num_inputs, device="cuda", dtype=torch.bfloat16)
@@ -134,20 +120,24 @@ class Chain:
         for out in outs.values():
             out.normal_()
 
+        products = [
+            (shape, self.weights[shape.name][layer])
+            for layer in range(len(self.weights[self.shapes[0].name]))
+            for shape in self.shapes
+        ]
+
         def launch() -> None:
             previous = self.shapes[-1]
-            for layer in range(len(self.weights[previous.name])):
-                for shape in self.shapes:
-                    scale = 1 / (WEIGHT_SCALE * previous.num_inputs**0.5)
-                    fold(outs[previous.name], rows[shape.name], scale, use_pdl)
-                    multiply(
-                        rows[shape.name],
-                        self.weights[shape.name][layer],
-                        outs[shape.name],
-                        plans[shape.name],
-                        use_pdl,
-                    )
-                    previous = shape
+            for index, (shape, weight) in enumerate(products):
+                scale = 1 / (WEIGHT_SCALE * previous.num_inputs**0.5)
+                fold(outs[previous.name], rows[shape.name], scale, use_pdl)
+                following, next_weight = products[(index + 1) % len(products)]
+                plan = plans[shape.name]
+                next_weights = NextWeights(
+                    weight=next_weight, plan=plans[following.name], max_bytes=next_bytes
+                )
+                multiply(rows[shape.name], weight, outs[shape.name], plan, use_pdl, next_weights)
+                previous = shape
 
         milliseconds = time_graph(launch)
         for name, out in outs.items():

@@ -18,10 +18,26 @@ INTEGERS = (
     "num_m_tiles",
     "num_units",
 )
+NEXT_INTEGERS = (
+    "next_outputs",
+    "next_stride",
+    "next_splits",
+    "next_k_blocks",
+    "next_block_k",
+    "next_bytes",
+    "next_first_program",
+)
 
 
 def compile_kernel(
-    block_n: int, block_m: int, block_k: int, num_stages: int, num_warps: int, *, use_pdl: bool
+    block_n: int,
+    block_m: int,
+    block_k: int,
+    num_stages: int,
+    num_warps: int,
+    *,
+    use_pdl: bool = False,
+    has_next: bool = False,
 ) -> str:
     """Returns the PTX for sm_90, after ptxas has accepted it."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -31,6 +47,7 @@ def compile_kernel(
         "BLOCK_K": block_k,
         "NUM_STAGES": num_stages,
         "USE_PDL": use_pdl,
+        "HAS_NEXT": has_next,
         "num_warps": num_warps,
     }
     signature = {
@@ -38,6 +55,8 @@ def compile_kernel(
         "x_desc": f"tensordesc<bf16[{block_m},{block_k}],{layout!r}>",
         "out_ptr": "*fp32",
         **dict.fromkeys(INTEGERS, "i32"),
+        "next_weight_ptr": "*bf16",
+        **dict.fromkeys(NEXT_INTEGERS, "i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
     places = {(list(signature).index(name),): value for name, value in constants.items()}
@@ -89,3 +108,13 @@ def test_a_tile_is_overwritten_only_after_all_warps_have_read_it() -> None:
     )
     behind = "\n".join(ptx[loop_wait:])
     assert behind.index("bar.sync") < behind.index("cp.async.bulk.tensor")
+
+
+def test_the_next_weights_are_requested_into_l2_after_the_own_ring() -> None:
+    ptx = compile_kernel(64, 16, 64, 6, 4, use_pdl=True, has_next=True)
+    prefetches = find_lines(ptx, r"cp\.async\.bulk\.prefetch\.L2")
+    (wait,) = find_lines(ptx, r"griddepcontrol\.wait")
+    # one for a program whose weights all fit into the ring, one in the loop
+    assert len(prefetches) == 2
+    assert min(prefetches) > wait
+    assert "prefetch" not in compile_kernel(64, 16, 64, 6, 4, use_pdl=True)
