@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decode_worker.admission import BlockNeed, block_need, has_room
 from pdserve.cache.block_hash import HashChain
 from pdserve.cache.block_pool import BlockPool
-from pdserve.cache.prefix_cache import BlockTable, PrefixCache, PrefixHit
+from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.flights import Flights
 from pdserve.engine.scheduler import (
@@ -124,9 +124,7 @@ class Occupancy:
         blocks = sequence.table.block_ids
         return index == len(blocks) or self.cache.pool.is_shared(blocks[index])
 
-    def prepare(
-        self, sequence: SequenceState, copies: list[BlockCopy], held: list[BlockTable]
-    ) -> None:
+    def prepare(self, sequence: SequenceState, copies: list[BlockCopy]) -> None:
         """Gives a running sequence a block of its own for its next token, or lets it go.
 
         While no block is left the youngest holder goes. One that is alone never needs more than
@@ -136,17 +134,12 @@ class Occupancy:
             sequence: the sequence.
             copies: blocks to copy before the step; one is added if other samples read the present
                 block of the sequence.
-            held: gets the sources of these copies that nobody else holds any more.
         """
         while self.lacks_block(sequence):
             if self.cache.pool.num_available:
                 self._take_block(sequence, copies)
                 return
             youngest = [holder for holder in self.roster if holder.table.block_ids][-1]
-            sources = {source for source, _ in copies}
-            kept = [block for block in youngest.table.block_ids if block in sources]
-            self.cache.pool.incref(kept)
-            held.append(BlockTable(kept))
             self.give_up(youngest)
             if youngest is sequence:
                 return

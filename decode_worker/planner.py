@@ -19,7 +19,6 @@ that step's result and comes back.
 from dataclasses import dataclass
 
 from decode_worker.occupancy import BlockCopy, Occupancy
-from pdserve.cache.prefix_cache import BlockTable
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan
 from pdserve.engine.scheduler import (
@@ -39,8 +38,6 @@ class PlannedStep:
     plan: StepPlan
     sequences: tuple[SequenceState, ...]
     """Of the plan's slices, in their order."""
-    held: tuple[BlockTable, ...]
-    """Blocks of sequences that were let go, which the plan's copies read."""
 
 
 class _Draft:
@@ -50,7 +47,6 @@ class _Draft:
         self.slices: list[SequenceSlice] = []
         self.sequences: list[SequenceState] = []
         self.copies: list[BlockCopy] = []
-        self.held: list[BlockTable] = []
 
     def add(self, sequence: SequenceState, num_tokens: int) -> None:
         self.slices.append(make_slice(sequence, num_tokens))
@@ -78,9 +74,13 @@ class StepPlanner:
         # The oldest first: whoever must go for one of them is younger.
         for sequence in lacking:
             if occupancy.roster.is_live(sequence):
-                occupancy.prepare(sequence, draft.copies, draft.held)
+                occupancy.prepare(sequence, draft.copies)
         if lacking:
             running = [sequence for sequence in running if occupancy.roster.is_live(sequence)]
+            # Samples that share a block are neighbours in age, and the last of them lacks none:
+            # nobody who is younger than the copier and needs a block makes that one go.
+            pool = occupancy.cache.pool
+            assert all(pool.num_references(source) for source, _ in draft.copies)
         draft.slices.extend(map(make_running_slice, running))
         draft.sequences.extend(running)
         self._add_chunks(draft)
@@ -89,7 +89,6 @@ class StepPlanner:
         return PlannedStep(
             plan=StepPlan(slices=tuple(draft.slices), copies=tuple(draft.copies)),
             sequences=tuple(draft.sequences),
-            held=tuple(draft.held),
         )
 
     def _choose_running(self) -> list[SequenceState]:

@@ -241,7 +241,7 @@ class DecodeScheduler:
         if step is None:
             return None
         self._pace.begin_step()
-        self._occupancy.flights.begin(step.plan, step.sequences, step.held)
+        self._occupancy.flights.begin(step.plan, step.sequences)
         return step.plan
 
     def live_slices(self, plan: StepPlan) -> tuple[SequenceSlice, ...]:

@@ -139,6 +139,8 @@ class Request:
 
     def samples(self) -> "tuple[Request, ...]":
         """Returns all samples as requests of their own."""
+        if self.sampling.n == 1:
+            return (self,)
         return tuple(self.sample(index) for index in self.sample_indices)
 
 

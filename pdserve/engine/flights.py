@@ -10,7 +10,7 @@ cached without a reference, is used by no step in flight: whoever takes it may f
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.cache.prefix_cache import BlockTable, PrefixCache
@@ -49,19 +49,11 @@ class Flights:
         """Walks over the tables of dropped sequences that steps in flight still use."""
         return (table for flight in self._flights for table in flight.held)
 
-    def begin(
-        self, plan: StepPlan, sequences: Sequence[SequenceState], held: Iterable[BlockTable] = ()
-    ) -> None:
-        """Notes a step that is launched now, made of these sequences in the plan's order.
-
-        Args:
-            plan: the step.
-            sequences: of its slices.
-            held: tables of dropped sequences that the step uses all the same; owned from now on.
-        """
+    def begin(self, plan: StepPlan, sequences: Sequence[SequenceState]) -> None:
+        """Notes a step that is launched now, made of these sequences in the plan's order."""
         for part, sequence in zip(plan.slices, sequences, strict=True):
             sequence.num_flying += part.num_tokens
-        self._flights.append(_Flight(plan, tuple(sequences), list(held)))
+        self._flights.append(_Flight(plan, tuple(sequences)))
 
     def live_slices(self, plan: StepPlan) -> tuple[SequenceSlice, ...]:
         """Returns the slices of a step in flight whose sequences were not dropped since."""

@@ -1,6 +1,7 @@
 """The main of a rank process: loads, then runs the pool's engine until the face stops it."""
 
 import argparse
+import gc
 import logging
 import os
 import socket
@@ -119,6 +120,10 @@ def _lead(
     if context.followers is not None:
         context.followers.read_into(inbox)
     _announce(context)
+    # What was loaded stays: without this, each full collection walks over all of it (tens of
+    # milliseconds behind torch and gRPC) while a device waits for its next step.
+    gc.collect()
+    gc.freeze()
     with closing(engine):
         loop = StepLoop(
             engine,

@@ -23,7 +23,14 @@ class Engine(Protocol):
         ...
 
     def step(self) -> bool:
-        """Computes one step; False when there was nothing to compute."""
+        """Ends one step, launching what can be launched before it waits for that one.
+
+        At most one step is waited for, so a turn takes no longer than the longest step, and the
+        time of turns adds up to the time the device is at work.
+
+        Returns:
+            False when nothing was in flight and nothing could be launched.
+        """
         ...
 
     def describe(self) -> rank_pb2.RankHeartbeat:

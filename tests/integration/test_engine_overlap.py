@@ -10,6 +10,7 @@ import torch
 
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Request, SamplingParams
+from pdserve.rpc.v1 import rank_pb2
 from tests.support.engine_pair import TURN_S, EnginePair, PairRouter, make_request
 from tests.support.tiny_models import make_tiny_llama
 
@@ -188,3 +189,36 @@ def test_a_deadline_that_passes_with_a_step_in_flight_ends_the_stream(
     assert outcomes[-1] == "failed"
     assert len(outcomes) > 1
     assert pair.decode.describe().ledger.sequences == 0
+
+
+def test_a_drained_worker_says_so_only_when_nothing_is_in_flight(
+    folder: Path, pair: EnginePair
+) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=400)
+    for side, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
+        request = make_request(side, tuple(range(3, 380)), sampling=sampling)
+        pair.submit(request, is_local=side == "decode")
+        engine.step()
+        pair.cancel(engine, request)
+        engine.handle(rank_pb2.ToRank(call_id=5, drain=rank_pb2.Drain()))
+        assert not engine.describe().is_drained
+        while engine.step():
+            pass
+        pair.exchange()
+        assert engine.describe().is_drained
+
+
+def test_scores_of_a_prompt_cancelled_in_flight_are_not_told(
+    folder: Path, pair: EnginePair
+) -> None:
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    request = make_request("a", tuple(range(3, 380)), sampling=sampling)
+    pair.submit(request, is_local=True)
+    pair.turn()
+    scored = sum(len(one.prompt_logprobs.logprobs) for one in pair.decode_outbox.updates)
+    assert 0 < scored < 376, "the second chunk is in flight"
+    pair.cancel(pair.decode, request)
+    num_updates = len(pair.decode_outbox.updates)
+    for _ in range(3):
+        pair.turn()
+    assert len(pair.decode_outbox.updates) == num_updates
