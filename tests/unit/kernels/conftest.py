@@ -1,9 +1,23 @@
 """Kernels run through Triton's interpreter where there is no device."""
 
 import os
+from typing import Any
 
 import torch
 
 if not torch.cuda.is_available():
     # Read when triton is first imported, which the tests beside this file do.
     os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+# Triton 3.6 bounds a loop by int() of an array of one element, which numpy refuses since 2.4.
+interpreter._patch_lang_tensor = _patch_tensor_with_index
