@@ -61,7 +61,7 @@ class CudaBackend:
                 kernels cannot do.
         """
         _check(job)
-        device = Device(torch.device("cuda", torch.cuda.current_device()))
+        device = Device(torch.device("cuda"))
         free_at_start = device.free_bytes()
         parts = make_parts(job, device, clock, report)
         num_blocks = _fit_kv(job, parts, free_at_start, clock, report)

@@ -56,6 +56,9 @@ class Device:
                 f"{torch.cuda.get_device_name(device)} has {capability}"
             )
         self.has_dependent_launch = capability >= DEPENDENT_LAUNCH_CAPABILITY
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.torch_device = device
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
 

@@ -1,7 +1,7 @@
 """Which kernel computes each product of a model on the GPU at hand: chosen by measured times."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,16 +9,10 @@ from torch import Tensor
 from pdserve.cuda.device import Device
 from pdserve.cuda.products import PlanChooser
 from pdserve.cuda.weights import ModelWeights
-from pdserve.kernels.product_plan import KernelName, ProductPlan, pad_rows
-from pdserve.kernels.product_table import ROW_BUCKETS, LayerShape, ProductTable, measure_table
-from pdserve.kernels.product_timer import ProductTimer
-
-MEASURED_BUCKETS = (1, 8, 32, 64, 128, 256)
-READ_BYTES_PER_S = 3e12
-"""Of partial sums, most of which are in the second-level cache."""
-NUM_PROCESSORS = 132
-RING_BYTES = 200 << 10
-"""Shared memory that a streamed plan's stages may take."""
+from pdserve.kernels.product_choices import ProductDevice
+from pdserve.kernels.product_plan import ProductPlan
+from pdserve.kernels.product_table import LayerShape, ProductTable
+from pdserve.kernels.product_timer import make_product_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +21,6 @@ class ProductPlans:
 
     choose: PlanChooser
     summary: str
-    table: ProductTable | None = None
 
 
 def choose_plans(weights: ModelWeights, device: Device, *, is_fixed: bool) -> ProductPlans:
@@ -40,44 +33,34 @@ def choose_plans(weights: ModelWeights, device: Device, *, is_fixed: bool) -> Pr
     """
     by_shape = _weights_by_shape(weights)
     head = _shape_of(weights.head_VE)
-    is_half = weights.head_VE.dtype != torch.float32
-    has_streams = device.has_dependent_launch and is_half
-    name = f"{device.name} {weights.head_VE.dtype} torch {torch.__version__}"
-    if is_fixed:
-        kernel: KernelName = "streamed" if has_streams else "tiled"
-        fixed = {
-            shape: _fixed_plan(kernel, 1 if shape == head else _splits(shape, 128))
-            for shape in by_shape
-        }
-        table = ProductTable(device=name, choices={}, fixed=fixed)
-        return ProductPlans(
-            choose=_chooser(table), summary=f"one {kernel} plan a product", table=table
-        )
-    if not device.is_cuda or not is_half:
+    if not device.is_cuda:
+        return _choose_on_host(by_shape, head, is_fixed=is_fixed)
+    if not is_fixed and weights.head_VE.dtype == torch.float32:
         return ProductPlans(choose=_library, summary="library")
-    timer = ProductTimer(
-        by_shape, use_pdl=device.has_dependent_launch, read_bytes_per_s=READ_BYTES_PER_S
+    table = make_product_table(
+        by_shape,
+        use_pdl=device.has_dependent_launch,
+        cache_path=None,
+        is_deterministic=is_fixed,
     )
+    choices = [choice for rows in table.choices.values() for choice in rows.values()]
+    num_own = sum(choice.plan is not None for choice in choices)
+    summary = f"{num_own} of {len(choices)} by own kernels, the others by the library"
+    if is_fixed:
+        summary = "one plan a product"
+    return ProductPlans(choose=_chooser(table, head), summary=summary)
 
-    def list_plans(shape: LayerShape, num_rows: int) -> Iterable[ProductPlan]:
-        return _candidates(shape, num_rows, has_streams=has_streams, may_split=shape != head)
 
-    timer.compile(
-        (shape, rows, plan)
-        for shape in by_shape
-        for rows in MEASURED_BUCKETS
-        for plan in list_plans(shape, rows)
-    )
-    table = measure_table(name, tuple(by_shape), list_plans, timer, buckets=MEASURED_BUCKETS)
-    num_own = sum(
-        choice.plan is not None for rows in table.choices.values() for choice in rows.values()
-    )
-    num_all = len(table.choices) * len(ROW_BUCKETS)
-    return ProductPlans(
-        choose=_chooser(table),
-        summary=f"{num_own} of {num_all} by own kernels, the others by the library",
-        table=table,
-    )
+def _choose_on_host(
+    by_shape: Mapping[LayerShape, Sequence[Tensor]], head: LayerShape, *, is_fixed: bool
+) -> ProductPlans:
+    """Chooses where kernels are interpreted: nothing is timed there."""
+    if not is_fixed:
+        return ProductPlans(choose=_library, summary="library")
+    tiny = ProductDevice(num_sms=4, has_streamed=False)
+    fixed = {shape: tiny.fix_plan(shape) for shape in by_shape}
+    table = ProductTable(device="cpu", choices={}, fixed=fixed)
+    return ProductPlans(choose=_chooser(table, head), summary="one plan a product")
 
 
 def _library(num_rows: int, num_outputs: int, num_inputs: int) -> ProductPlan | None:
@@ -85,9 +68,14 @@ def _library(num_rows: int, num_outputs: int, num_inputs: int) -> ProductPlan | 
     return None
 
 
-def _chooser(table: ProductTable) -> PlanChooser:
+def _chooser(table: ProductTable, head: LayerShape) -> PlanChooser:
     def choose(num_rows: int, num_outputs: int, num_inputs: int) -> ProductPlan | None:
-        return table.choose(LayerShape(num_outputs=num_outputs, num_inputs=num_inputs), num_rows)
+        shape = LayerShape(num_outputs=num_outputs, num_inputs=num_inputs)
+        plan = table.choose(shape, num_rows)
+        if plan is not None and shape == head:
+            # Logits are read as they are: nobody would add splits up.
+            return replace(plan, num_splits=1)
+        return plan
 
     return choose
 
@@ -101,47 +89,5 @@ def _weights_by_shape(weights: ModelWeights) -> Mapping[LayerShape, Sequence[Ten
     for layer in weights.layers:
         for weight in (layer.qkv_NE, layer.out_EN, layer.gate_up_NE, layer.down_EN):
             found.setdefault(_shape_of(weight), []).append(weight)
-    found[_shape_of(weights.head_VE)] = [weights.head_VE]
+    found.setdefault(_shape_of(weights.head_VE), []).append(weights.head_VE)
     return found
-
-
-def _splits(shape: LayerShape, block_n: int) -> int:
-    """Returns the splits of K that give every processor a tile."""
-    tiles = -(-shape.num_outputs // block_n)
-    splits = 1
-    while tiles * splits * 2 <= 2 * NUM_PROCESSORS and shape.num_inputs // (splits * 2) >= 512:
-        splits *= 2
-    return splits
-
-
-def _candidates(
-    shape: LayerShape, num_rows: int, *, has_streams: bool, may_split: bool
-) -> Iterable[ProductPlan]:
-    kernel: KernelName = "streamed" if has_streams else "tiled"
-    block_m = pad_rows(num_rows, 8, 256)
-    for block_n, block_k in ((64, 128), (128, 64), (128, 128)):
-        stages = min(8, RING_BYTES // (2 * block_k * (block_n + block_m)))
-        if stages < 2:
-            continue
-        natural = _splits(shape, block_n) if may_split else 1
-        for splits in sorted({natural, max(1, natural // 2)}):
-            yield ProductPlan(
-                kernel=kernel,
-                num_splits=splits,
-                block_n=block_n,
-                block_k=block_k,
-                num_stages=stages if has_streams else min(stages, 4),
-                num_warps=4,
-            )
-
-
-def _fixed_plan(kernel: KernelName, num_splits: int) -> ProductPlan:
-    """Returns a plan that serves one row as well as thousands."""
-    return ProductPlan(
-        kernel=kernel,
-        num_splits=num_splits,
-        block_n=128 if kernel == "streamed" else 64,
-        block_k=64,
-        num_stages=4,
-        num_warps=8 if kernel == "streamed" else 4,
-    )

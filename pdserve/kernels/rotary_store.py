@@ -195,4 +195,4 @@ def rotate_and_store(
 def _choose_block(num_rows: int, num_heads: int) -> tuple[int, int]:
     """Returns heads and warps per program, as measured on an H200 for 48 heads of 128."""
     heads, warps = (1, 1) if num_rows <= 2 else (16, 4)
-    return min(heads, triton.next_power_of_2(num_heads)), warps
+    return int(min(heads, triton.next_power_of_2(num_heads))), warps

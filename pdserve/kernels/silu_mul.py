@@ -82,4 +82,4 @@ def silu_mul(
 def _choose_block(num_rows: int, num_inner: int) -> int:
     """Small blocks spread few rows over the device, large ones spare programs (H200, I 14336)."""
     block = 256 if num_rows <= 2 else 1024 if num_rows <= 128 else 2048
-    return min(block, triton.next_power_of_2(num_inner))
+    return int(min(block, triton.next_power_of_2(num_inner)))

@@ -161,7 +161,7 @@ def test_among_equal_logits_the_lowest_ids_are_kept() -> None:
     logits = torch.zeros(1, VOCAB)
     seen = {
         run(logits, [SamplingRow(params=SamplingParams(top_k=3), output_index=index)]).ids[0]
-        for index in range(5)
+        for index in range(3)
     }
     assert seen <= {0, 1, 2}
     assert len(seen) > 1
@@ -171,7 +171,7 @@ def test_a_flat_top_p_keeps_its_share_of_equal_logits() -> None:
     params = SamplingParams(top_p=0.25)
     seen = [
         run(torch.zeros(1, VOCAB), [SamplingRow(params=params, output_index=index)]).ids[0]
-        for index in range(4)
+        for index in range(2)
     ]
     assert max(seen) <= VOCAB // 4
     assert max(seen) > VOCAB // 20
