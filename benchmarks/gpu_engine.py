@@ -1,8 +1,9 @@
 """The engine on one GPU: decode, prefill and prefix tables, gaps between steps, profile by kernel.
 
-`python -m benchmarks.gpu_engine [--parts decode,prefill,prefix,idle,sampling,deterministic] [--out
-FILE]`. The model has the shape of Llama-3-8B, with random bfloat16 weights. Requests go through the
-real schedulers, the engine's pipeline and the runner; only the processes around them are left out.
+`python -m benchmarks.gpu_engine [--parts decode,prefill,...] [--out FILE]`.
+
+The model has the shape of Llama-3-8B, with random bfloat16 weights. Requests go through the real
+schedulers, the engine's pipeline and the runner; only the processes around them are left out.
 Floors and vLLM's figures were measured on the same kind of machine: one H200.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_harness import Stand, time_decode, time_prefill
-from benchmarks.gpu_profile import StepProfile, profile_decode
+from benchmarks.gpu_profile import measure_gaps, profile_decode, profile_prefill
 from benchmarks.report import RESULTS, versions
 from pdserve.config.engine import EngineConfig
 from pdserve.cuda.backend import CudaBackend
@@ -50,6 +51,16 @@ WEIGHT_BYTES = 15.01e9
 KV_BYTES_PER_TOKEN = 131_072
 READ_BYTES_PER_S = 4.55e12
 OUTPUT_TOKENS = 128
+MUST_GAP_US = 30
+PARTS = "decode,prefill,prefix,idle,profile,sampling,deterministic"
+PROFILES = (
+    ("decode", 1, 512, 0),
+    ("decode", 64, 512, 0),
+    ("decode", 256, 512, 0),
+    ("prefill", 1, 512, 0),
+    ("prefill", 1, 8192, 0),
+    ("prefill", 1, 128, 4096),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +154,8 @@ class Bench:
             ms = times.mean_ms
             kv_tokens = target.batch * (target.prompt + OUTPUT_TOKENS / 2)
             read_bytes = WEIGHT_BYTES + kv_tokens * KV_BYTES_PER_TOKEN
-            row |= {"median_ms": times.median_ms, "host_ms": times.host_ms}
+            row |= {"median_ms": times.median_ms, "max_ms": times.max_ms}
+            row |= {"host_ms": times.host_ms}
             row |= {"read_tb_per_s": read_bytes / ms / 1e9}
         else:
             runs = 3 if target.batch * target.prompt > 16_384 else 7
@@ -160,13 +172,31 @@ class Bench:
             flush=True,
         )
 
-    def profile(self, batch: int, prompt: int) -> None:
-        """Measures gaps between decode steps, and where their time goes."""
-        found = profile_decode(self.stand, batch, prompt)
-        self.rows.append(
-            {"bench": f"{self._label}idle", "batch": batch, "prompt": prompt, **asdict(found)}
+    def measure_gaps(self, batch: int, prompt: int) -> None:
+        """Measures how long the device waits between decode steps."""
+        found = measure_gaps(self.stand, batch, prompt)
+        row = {"bench": f"{self._label}idle", "batch": batch, "prompt": prompt, **asdict(found)}
+        self.rows.append(row | {"must_us": MUST_GAP_US, "holds": found.median_us <= MUST_GAP_US})
+        print(
+            f"idle between steps, {batch} x {prompt}: median {found.median_us:.1f} us, "
+            f"mean {found.mean_us:.1f}, longest {found.max_us:.0f}",
+            flush=True,
         )
-        _show(batch, prompt, found)
+
+    def profile(self, bench: str, batch: int, prompt: int, cached: int = 0) -> None:
+        """Shows where the time of a step goes."""
+        if bench == "decode":
+            found = profile_decode(self.stand, batch, prompt)
+        else:
+            found = profile_prefill(self.stand, batch, prompt, cached)
+        row = {"bench": f"{self._label}profile {bench}", "batch": batch, "prompt": prompt}
+        self.rows.append(row | {"cached": cached, **asdict(found)})
+        print(
+            f"profile {bench} {batch} x {cached}+{prompt}: {found.step_us:.0f} us a step, "
+            f"{found.busy_us:.0f} busy"
+        )
+        for name, us, count in found.kernels[:9]:
+            print(f"  {us:9.1f} us {count:6.1f} x {name[:60]}", flush=True)
 
     def measure_sampling(self, batch: int, prompt: int) -> None:
         """Measures decoding with random choice, plain and filtered."""
@@ -182,15 +212,6 @@ class Bench:
             print(f"sampling {name:14s} {batch:4d} x {prompt:<6d} {ms:9.3f} ms", flush=True)
 
 
-def _show(batch: int, prompt: int, found: StepProfile) -> None:
-    print(
-        f"profile {batch} x {prompt}: {found.step_us:.0f} us a step, {found.busy_us:.0f} busy, "
-        f"{found.between_us:.1f} idle between steps, {found.within_us:.0f} idle within"
-    )
-    for name, us, count in found.kernels[:14]:
-        print(f"  {us:8.1f} us  {count:6.1f} x  {name[:76]}")
-
-
 def _attempt(name: str, measure: Callable[[], None]) -> bool:
     """Measures; one failure must not cost the other figures."""
     try:
@@ -204,7 +225,7 @@ def _attempt(name: str, measure: Callable[[], None]) -> bool:
 def main() -> int:
     """Measures what is asked for and writes it down."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default="decode,prefill,prefix,idle,sampling,deterministic")
+    parser.add_argument("--parts", default=PARTS)
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_engine.json")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -217,7 +238,9 @@ def main() -> int:
             if target.bench in parts:
                 all_hold &= _attempt(str(target), lambda one=target: bench.measure(one))  # type: ignore[misc]
         for batch in (1, 64, 256) if "idle" in parts else ():
-            all_hold &= _attempt(f"idle {batch}", lambda one=batch: bench.profile(one, 512))  # type: ignore[misc]
+            all_hold &= _attempt(f"idle {batch}", lambda one=batch: bench.measure_gaps(one, 512))  # type: ignore[misc]
+        for work in PROFILES if "profile" in parts else ():
+            all_hold &= _attempt(f"profile {work}", lambda one=work: bench.profile(*one))  # type: ignore[misc]
         for batch in (1, 64, 256) if "sampling" in parts else ():
             all_hold &= _attempt(
                 f"sampling {batch}",
@@ -240,7 +263,7 @@ def main() -> int:
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
         "seconds": seconds,
-        "workload": f"{__doc__.split(chr(10) * 2)[1]} {OUTPUT_TOKENS} output tokens, ignore_eos.",
+        "workload": f"{__doc__.split(chr(10) * 2)[2]} {OUTPUT_TOKENS} output tokens, ignore_eos.",
         "rows": rows,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

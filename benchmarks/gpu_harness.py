@@ -32,6 +32,7 @@ class DecodeTimes:
     mean_ms: float
     """Time per output token: all steps but the first, over their number."""
     median_ms: float
+    max_ms: float
     host_ms: float
     """To book a step's tokens."""
 
@@ -105,6 +106,7 @@ def time_decode(
     return DecodeTimes(
         mean_ms=1000 * (ends[-1] - ends[warm_steps]) / len(gaps),
         median_ms=1000 * statistics.median(gaps),
+        max_ms=1000 * max(gaps),
         host_ms=1000 * statistics.median(host_s),
     )
 

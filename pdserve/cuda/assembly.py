@@ -7,6 +7,7 @@ from pdserve.cuda.row_book import RowBook, TableRun
 from pdserve.cuda.sampling import SampleSlot
 from pdserve.cuda.scoring import PromptTargets
 from pdserve.cuda.step_inputs import InputWriter, PromptInputs, StepInputs, slots_of
+from pdserve.cuda.step_rows import PromptChunk
 from pdserve.cuda.step_shape import ShapeChooser, StepShape
 from pdserve.engine.batch import SequenceSlice, StepPlan
 from pdserve.request import RequestId
@@ -33,6 +34,8 @@ class AssembledStep:
     slots: list[SampleSlot]
     """Rows count those that go through the head; all rows where prompts are scored."""
     targets: tuple[PromptTargets, ...]
+    chunks: tuple[PromptChunk, ...]
+    """Of the prompts, in the order of their rows."""
 
 
 class Assembler:
@@ -95,6 +98,9 @@ class Assembler:
             writer=writer,
             slots=slots,
             targets=targets,
+            chunks=tuple(
+                PromptChunk(num_rows=part.num_tokens, context=part.start) for part in prompts
+            ),
         )
 
     def _write_decode(

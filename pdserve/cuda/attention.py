@@ -1,13 +1,39 @@
 """Attention of a step: which kernel serves which rows.
 
-Letters: M rows, H query heads, J KV heads, D head dim, S slots.
+Letters: M rows, H query heads, J KV heads, D head dim, S slots, B prompts, T tokens of each.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor
 
-from pdserve.cuda.step_rows import StepRows
+from pdserve.cuda.step_rows import PromptChunk, PromptRows, StepRows
 from pdserve.kernels.decode_attention import DecodeScratch, decode_attention
+from pdserve.kernels.dense_attention import dense_attention, is_dense_faster
 from pdserve.kernels.prefill_attention import prefill_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerAttention:
+    """What attention of one layer reads."""
+
+    keys_SJD: Tensor
+    values_SJD: Tensor
+    window: int | None
+    """Tokens that a row sees; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring prompts that one launch serves."""
+
+    chunks: tuple[PromptChunk, ...]
+    first: int
+    """Place of the first prompt."""
+    first_row: int
+    is_dense: bool
 
 
 class AttentionRoom:
@@ -20,6 +46,7 @@ class AttentionRoom:
         block_size: int,
         head_dim: int,
         split_tokens: int | None,
+        has_dense: bool,
         use_pdl: bool,
     ) -> None:
         """Keeps them.
@@ -30,53 +57,102 @@ class AttentionRoom:
             head_dim: scores are divided by its root.
             split_tokens: KV is always cut there, so that no other sequence matters; None cuts a
                 batch into equal parts.
+            has_dense: whether long chunks may go to the library's kernel, over a copy of their KV.
             use_pdl: whether kernels may start while the ones before them drain.
         """
-        self._split_tokens = split_tokens
         self._scratch = scratch
         self._block_size = block_size
         self._scale = head_dim**-0.5
+        self._split_tokens = split_tokens
+        self._has_dense = has_dense
         self._use_pdl = use_pdl
 
-    def attend(
-        self,
-        q_MHD: Tensor,
-        keys_SJD: Tensor,
-        values_SJD: Tensor,
-        rows: StepRows,
-        out_MHD: Tensor,
-        window: int | None,
-    ) -> None:
+    def attend(self, q_MHD: Tensor, layer: LayerAttention, rows: StepRows, out_MHD: Tensor) -> None:
         """Writes what each row's heads give; KV of all rows is already stored."""
         if rows.decode is not None:
             num_rows = rows.decode.lengths_B.shape[0]
             decode_attention(
                 q_MHD[:num_rows],
-                keys_SJD,
-                values_SJD,
+                layer.keys_SJD,
+                layer.values_SJD,
                 rows.decode.block_tables_BW,
                 rows.decode.lengths_B,
                 out_MHD[:num_rows],
                 self._scratch,
                 block_size=self._block_size,
                 scale=self._scale,
-                window=window,
+                window=layer.window,
                 split_tokens=self._split_tokens,
                 use_pdl=self._use_pdl,
             )
         if rows.prompt is not None:
             part = slice(rows.prompt.first_row, rows.prompt.first_row + rows.prompt.num_rows)
-            prefill_attention(
-                q_MHD[part],
-                keys_SJD,
-                values_SJD,
-                rows.prompt.block_tables_BW,
-                rows.prompt.query_starts,
-                rows.prompt.context_lengths_B,
-                out_MHD[part],
-                max_query_tokens=rows.prompt.max_query_tokens,
-                block_size=self._block_size,
-                scale=self._scale,
-                window=window,
-                use_pdl=self._use_pdl,
+            self._attend_prompts(q_MHD[part], layer, rows.prompt, out_MHD[part])
+
+    def _attend_prompts(
+        self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows, out_MHD: Tensor
+    ) -> None:
+        if prompt.chunks is None or layer.window is not None or not self._has_dense:
+            self._attend_paged(
+                q_MHD, layer, prompt, out_MHD, slice(0, prompt.context_lengths_B.shape[0])
             )
+            return
+        for run in self._runs(q_MHD, prompt.chunks):
+            places = slice(run.first, run.first + len(run.chunks))
+            if run.is_dense:
+                self._attend_dense(q_MHD, layer, prompt, out_MHD, run)
+            else:
+                self._attend_paged(q_MHD, layer, prompt, out_MHD, places)
+
+    def _runs(self, q_MHD: Tensor, chunks: tuple[PromptChunk, ...]) -> Iterator[_Run]:
+        """Yields neighbours that go together: equal long chunks, or any number of short ones."""
+
+        def key(chunk: PromptChunk) -> PromptChunk | None:
+            is_long = is_dense_faster(chunk.num_rows, q_MHD.shape[2], q_MHD.dtype)
+            return chunk if is_long else None
+
+        first = first_row = 0
+        for kind, group in groupby(chunks, key):
+            together = tuple(group)
+            yield _Run(together, first, first_row, kind is not None)
+            first += len(together)
+            first_row += sum(chunk.num_rows for chunk in together)
+
+    def _attend_paged(
+        self,
+        q_MHD: Tensor,
+        layer: LayerAttention,
+        prompt: PromptRows,
+        out_MHD: Tensor,
+        places: slice,
+    ) -> None:
+        prefill_attention(
+            q_MHD,
+            layer.keys_SJD,
+            layer.values_SJD,
+            prompt.block_tables_BW[places],
+            prompt.query_starts[places.start : places.stop + 1],
+            prompt.context_lengths_B[places],
+            out_MHD,
+            max_query_tokens=prompt.max_query_tokens,
+            block_size=self._block_size,
+            scale=self._scale,
+            window=layer.window,
+            use_pdl=self._use_pdl,
+        )
+
+    def _attend_dense(
+        self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows, out_MHD: Tensor, run: _Run
+    ) -> None:
+        chunk, count = run.chunks[0], len(run.chunks)
+        part = slice(run.first_row, run.first_row + count * chunk.num_rows)
+        out = dense_attention(
+            q_MHD[part].unflatten(0, (count, chunk.num_rows)),
+            layer.keys_SJD,
+            layer.values_SJD,
+            prompt.block_tables_BW[run.first : run.first + count],
+            context=chunk.context,
+            block_size=self._block_size,
+            scale=self._scale,
+        )
+        out_MHD[part].unflatten(0, (count, chunk.num_rows)).copy_(out)

@@ -123,6 +123,8 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
         block_size=engine.block_size,
         head_dim=config.head_dim,
         split_tokens=split_tokens,
+        # A row's bits depend there on the chunk that it came in.
+        has_dense=device.has_dependent_launch and not engine.deterministic,
         use_pdl=device.has_dependent_launch,
     )
     model = CudaModel(
@@ -167,7 +169,10 @@ def _fit_kv(
     device = parts.device
     scrap = KvTensors(job.geometry, 2, job.part, device.torch_device)
     trial = make_runner(job, parts, scrap, ())
+    torch.cuda.reset_peak_memory_stats(device.torch_device)
+    lasting_bytes = torch.cuda.memory_allocated(device.torch_device)
     trial.compute_largest()
+    passing_bytes = torch.cuda.max_memory_allocated(device.torch_device) - lasting_bytes
     graph_bytes = 0
     if parts.shapes:
         on_trial = parts.shapes[:: max(1, len(parts.shapes) - 1)]
@@ -181,13 +186,15 @@ def _fit_kv(
         total_bytes=device.total_bytes(),
         free_bytes=free_bytes,
         own_bytes=free_at_start - free_bytes,
+        passing_bytes=passing_bytes,
         graph_bytes=graph_bytes,
         utilization=job.engine.gpu_memory_utilization,
     )
     report(
         "measure memory",
         clock.now() - started_s,
-        f"{picture.own_bytes // MIB} MiB taken, {graph_bytes // MIB} MiB for graphs",
+        f"{picture.own_bytes // MIB} MiB taken, {passing_bytes // MIB} MiB now and then, "
+        f"{graph_bytes // MIB} MiB for graphs",
     )
     return fit_blocks(
         picture,

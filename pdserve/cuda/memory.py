@@ -18,6 +18,8 @@ class MemoryPicture:
     free_bytes: int
     own_bytes: int
     """Taken by this process: weights, workspace, buffers."""
+    passing_bytes: int
+    """Taken and given back within a step, at most."""
     graph_bytes: int
     """What graphs will take, as one of them has."""
     utilization: float
@@ -27,7 +29,8 @@ class MemoryPicture:
     def kv_bytes(self) -> int:
         """What is left for KV, not below 0."""
         allowed = int(self.total_bytes * self.utilization) - self.own_bytes
-        room = min(allowed, self.free_bytes - MARGIN_BYTES) - self.graph_bytes
+        room = min(allowed, self.free_bytes - MARGIN_BYTES)
+        room -= self.passing_bytes + self.graph_bytes
         return max(0, room)
 
 

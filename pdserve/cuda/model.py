@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import ModelConfig
 from pdserve.config.rope import DynamicScaling
-from pdserve.cuda.attention import AttentionRoom
+from pdserve.cuda.attention import AttentionRoom, LayerAttention
 from pdserve.cuda.products import Products
 from pdserve.cuda.step_rows import StepRows
 from pdserve.cuda.weights import LayerWeights, ModelWeights
@@ -159,9 +159,8 @@ class CudaModel:
             is_rotated=index not in config.unrotated_layers,
             use_pdl=self._use_pdl,
         )
-        self._attention.attend(
-            buffers.q_MHD, keys, values, rows, buffers.heads_MHD, config.window_of(index)
-        )
+        read = LayerAttention(keys_SJD=keys, values_SJD=values, window=config.window_of(index))
+        self._attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
 
     def _finish(self, layer: LayerWeights, next_gain_E: Tensor, buffers: RowBuffers) -> None:
         """Does the rest of a layer, and the norm of whatever comes next."""

@@ -21,6 +21,7 @@ from pdserve.cuda.model import CudaModel
 from pdserve.cuda.sampling import ChosenTokens, SampleSlot, TokenChooser
 from pdserve.cuda.scoring import PromptScores, score_prompts
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
+from pdserve.cuda.step_rows import PromptChunk
 from pdserve.cuda.step_shape import ShapeChooser, StepShape, decode_shape, prompt_shape
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.request import BlockId, Request, RequestId, SamplingParams
@@ -140,11 +141,17 @@ class CudaRunner:
     def compute_largest(self) -> None:
         """Computes padding in the largest steps, so that all memory was asked for once."""
         limits = self._input_limits
-        shapes = [decode_shape(limits.max_seqs)]
-        shapes.append(prompt_shape(limits.max_rows, min(limits.max_seqs, limits.max_rows)))
-        for shape in shapes:
+        rows = min(limits.max_rows, self._max_model_len)
+        # All there is of context: its KV is gathered for a long chunk. Tables of zeros will do.
+        last = PromptChunk(num_rows=rows, context=self._max_model_len - rows)
+        steps: list[tuple[StepShape, tuple[PromptChunk, ...] | None]] = [
+            (decode_shape(limits.max_seqs), None),
+            (prompt_shape(limits.max_rows, min(limits.max_seqs, limits.max_rows)), None),
+            (prompt_shape(rows, 1), (last,)),
+        ]
+        for shape, chunks in steps:
             self._send_padding(shape)
-            self._compute(shape)
+            self._compute(shape, chunks)
         self._device.synchronize()
 
     def warm_up(self) -> None:
@@ -178,19 +185,21 @@ class CudaRunner:
             return self._forward_scored(step)
         if step.is_captured:
             return self._graphs.replay(step.shape), (), step.slots
-        return self._compute(step.shape), (), step.slots
+        return self._compute(step.shape, step.chunks), (), step.slots
 
     def _send_padding(self, shape: StepShape) -> None:
         self._inputs.send(self._inputs.next_writer(shape))
 
-    def _compute(self, shape: StepShape) -> Tensor | None:
-        rows = self._inputs.take(shape, self._chooser.ids)
+    def _compute(
+        self, shape: StepShape, chunks: tuple[PromptChunk, ...] | None = None
+    ) -> Tensor | None:
+        rows = self._inputs.take(shape, self._chooser.ids, chunks)
         return self.model.forward(rows, self.kv)
 
     def _forward_scored(
         self, step: AssembledStep
     ) -> tuple[Tensor | None, Sequence[PromptScores], Sequence[SampleSlot]]:
-        rows = self._inputs.take(step.shape, self._chooser.ids)
+        rows = self._inputs.take(step.shape, self._chooser.ids, step.chunks)
         hidden = self.model.compute_hidden(rows, self.kv)
         assert hidden is not None
         scores = score_prompts(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdserve.cuda.device import Device
 from pdserve.cuda.row_book import TableRun
-from pdserve.cuda.step_rows import DecodeRows, PromptRows, StepRows
+from pdserve.cuda.step_rows import DecodeRows, PromptChunk, PromptRows, StepRows
 from pdserve.cuda.step_shape import StepShape
 from pdserve.kernels.step_inputs import take_step_inputs
 
@@ -115,7 +115,12 @@ class StepInputs:
         size = writer.finish()
         self._device_buffer[:size].copy_(writer.buffer[:size], non_blocking=True)
 
-    def take(self, shape: StepShape, previous_ids: Tensor) -> StepRows:
+    def take(
+        self,
+        shape: StepShape,
+        previous_ids: Tensor,
+        chunks: tuple[PromptChunk, ...] | None = None,
+    ) -> StepRows:
         """Launches what makes a step's rows of what was sent, and returns them."""
         layout, buffer = layout_of(shape), self._device_buffer
         rows, seqs = shape.num_rows, self._limits.max_seqs
@@ -142,6 +147,7 @@ class StepInputs:
                 query_starts=buffer[layout.query_starts : layout.query_starts + count + 1],
                 context_lengths_B=buffer[layout.contexts : layout.contexts + count],
                 max_query_tokens=shape.max_query_tokens,
+                chunks=chunks,
             )
         if shape.num_samples is not None:
             samples = buffer[layout.sample_rows : layout.sample_rows + shape.num_samples]

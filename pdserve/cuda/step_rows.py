@@ -21,6 +21,15 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptChunk:
+    """One prompt's rows, as the host knows them."""
+
+    num_rows: int
+    context: int
+    """Tokens with KV before this step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRows:
     """Rows behind those of decoding: several tokens of a sequence each."""
 
@@ -34,6 +43,8 @@ class PromptRows:
     """int32; tokens with KV before this step."""
     max_query_tokens: int
     """Of one sequence in this step, or more: it sets the size of launches."""
+    chunks: tuple[PromptChunk, ...] | None = None
+    """The sequences' sizes; None in a graph, which serves any sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

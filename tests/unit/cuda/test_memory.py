@@ -10,7 +10,8 @@ PICTURE = MemoryPicture(
     total_bytes=100 * GIB,
     free_bytes=80 * GIB,
     own_bytes=20 * GIB,
-    graph_bytes=GIB,
+    passing_bytes=GIB // 2,
+    graph_bytes=GIB // 2,
     utilization=0.9,
 )
 BLOCK = 2 << 20
