@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pdserve.kernels.merge import merge_splits
+
 LOG2_E = 1.4426950408889634
 
 
@@ -30,6 +32,27 @@ class PrefillTuning:
     num_stages: int = 3
     max_registers: int | None = None
     """Of a thread; 128 with 8 warps lets two programs share a processor. None for no limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillScratch:
+    """Partial results of splits. Launches of one stream may share it."""
+
+    partials: Tensor
+    """float32 [max_splits * max_rows * H * D], each split's output."""
+    log_sums: Tensor
+    """float32 [max_splits * max_rows * H], logarithms to base 2 of each split's sum."""
+
+
+def make_scratch(
+    max_rows: int, num_heads: int, head_dim: int, max_splits: int, device: torch.device | str
+) -> PrefillScratch:
+    """Allocates the scratch memory of launches of up to `max_splits * max_rows` rows and splits."""
+    num_partials = max_splits * max_rows * num_heads
+    return PrefillScratch(
+        partials=torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
+        log_sums=torch.empty(num_partials, dtype=torch.float32, device=device),
+    )
 
 
 def tuning_for(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
@@ -53,6 +76,8 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    num_splits: int = 1,
+    scratch: PrefillScratch | None = None,
     tuning: PrefillTuning | None = None,
     use_pdl: bool = False,
 ) -> None:
@@ -72,6 +97,9 @@ def prefill_attention(
         scale: of scores, above 0.
         window: tokens that a query sees, itself included; None for all.
         soft_cap: scores are squeezed into (-soft_cap, soft_cap) by tanh; None leaves them.
+        num_splits: parts that the KV of each tile is cut into, for launches of too few tiles to
+            fill the device. A row's bits depend on it, and with 2 or more on its chunk.
+        scratch: of `make_scratch`; needed for 2 or more splits.
         tuning: None for the defaults. A row's bits depend on it.
         use_pdl: whether the launch may begin before the kernel ahead of it has ended (sm_90).
     """
@@ -86,7 +114,13 @@ def prefill_attention(
     num_tiles = min(
         triton.cdiv(num_rows, tile) + batch - 1, batch * triton.cdiv(max_query_tokens, tile)
     )
-    _prefill_kernel[(num_tiles * num_heads,)](
+    # Without splits the scratch is never touched; any tensor will do.
+    partials, log_sums = out_MHD, out_MHD
+    if num_splits > 1:
+        assert scratch is not None
+        partials, log_sums = scratch.partials, scratch.log_sums
+        assert num_splits * num_rows * num_heads <= log_sums.numel()
+    _prefill_kernel[(num_tiles * num_heads, num_splits)](
         q_MHD,
         keys_SJD,
         values_SJD,
@@ -94,11 +128,14 @@ def prefill_attention(
         query_starts,
         context_lengths,
         out_MHD,
+        partials,
+        log_sums,
         q_MHD.stride(0),
         keys_SJD.stride(0),
         block_tables.stride(0),
         out_MHD.stride(0),
         batch,
+        num_rows,
         scale * LOG2_E,
         H=num_heads,
         J=num_kv_heads,
@@ -110,12 +147,17 @@ def prefill_attention(
         TILE_N=tuning.tile_tokens,
         WINDOW=window,
         SOFT_CAP=None if soft_cap is None else soft_cap * LOG2_E,
+        SPLITS=num_splits,
         USE_PDL=use_pdl,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=tuning.max_registers,
         launch_pdl=use_pdl,
     )
+    if num_splits > 1:
+        merge_splits(
+            partials, log_sums, query_starts[-1:], out_MHD, num_splits=num_splits, use_pdl=use_pdl
+        )
 
 
 @triton.jit
@@ -155,6 +197,7 @@ def _add_tile(
     scale,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SPLITS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Adds a KV tile's scores and values to the running softmax."""
@@ -170,7 +213,7 @@ def _add_tile(
         scores = tl.where(is_seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     base = new_top
-    if WINDOW is not None:
+    if IS_MASKED and (WINDOW is not None or SPLITS > 1):
         # A row may see nothing of its first tile: -inf less -inf is no number.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(scores * scale - base[:, None])
@@ -181,7 +224,20 @@ def _add_tile(
     return new_top, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "batch"])
+@triton.jit
+def _find_tile(starts_ptr, batch, unit, BATCH_PAD: tl.constexpr, TILE_M: tl.constexpr):
+    """Returns the sequence of a program (`batch` if there is none) and its tile's first query."""
+    offs_b = tl.arange(0, BATCH_PAD)
+    starts = tl.load(starts_ptr + offs_b, mask=offs_b < batch, other=0)
+    ends = tl.load(starts_ptr + 1 + offs_b, mask=offs_b < batch, other=0)
+    tile_ends = tl.cumsum(tl.cdiv(ends - starts, TILE_M), 0)
+    sequence = tl.sum((tile_ends <= unit).to(tl.int32), 0)
+    # The last tiles have the most to do: they go first.
+    tile = tl.max(tl.where(offs_b == sequence, tile_ends, 0), 0) - 1 - unit
+    return tl.minimum(sequence, batch), tile * TILE_M
+
+
+@triton.jit(do_not_specialize=["table_stride", "batch", "num_rows"])
 def _prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -190,11 +246,14 @@ def _prefill_kernel(
     starts_ptr,
     contexts_ptr,
     out_ptr,
+    partials_ptr,
+    log_sums_ptr,
     q_stride,
     kv_stride,
     table_stride,
     out_stride,
     batch,
+    num_rows,
     scale,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -206,50 +265,103 @@ def _prefill_kernel(
     TILE_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SPLITS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     # Heads of one tile run side by side and share its KV in L2.
-    unit = tl.program_id(0) // H
     head = tl.program_id(0) % H
-    offs_b = tl.arange(0, BATCH_PAD)
-    starts = tl.load(starts_ptr + offs_b, mask=offs_b < batch, other=0)
-    ends = tl.load(starts_ptr + 1 + offs_b, mask=offs_b < batch, other=0)
-    tile_ends = tl.cumsum(tl.cdiv(ends - starts, TILE_M), 0)
-    sequence = tl.sum((tile_ends <= unit).to(tl.int32), 0)
+    sequence, first_query = _find_tile(starts_ptr, batch, tl.program_id(0) // H, BATCH_PAD, TILE_M)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if sequence >= batch:
+    if sequence == batch:
         return
     start = tl.load(starts_ptr + sequence)
     num_queries = tl.load(starts_ptr + sequence + 1) - start
     context = tl.load(contexts_ptr + sequence)
-    # The last tiles have the most to do: they go first.
-    first_query = (tl.max(tl.where(offs_b == sequence, tile_ends, 0), 0) - 1 - unit) * TILE_M
 
     offs_d = tl.arange(0, D_PAD)
     queries = first_query + tl.arange(0, TILE_M)
-    positions = context + queries
-    row_index = (start + queries).to(tl.int64)
-    columns = head * D + offs_d
+    rows = (start + queries).to(tl.int64)
     row_mask = (queries < num_queries)[:, None] & (offs_d < D)[None, :]
-    q = tl.load(q_ptr + row_index[:, None] * q_stride + columns[None, :], mask=row_mask, other=0.0)
+    offsets = rows[:, None] * q_stride + head * D + offs_d[None, :]
+    q = tl.load(q_ptr + offsets, mask=row_mask, other=0.0)
     end = tl.minimum(context + first_query + TILE_M, context + num_queries)
     first = 0
-    num_full = (context + first_query + 1) // TILE_N * TILE_N
+    full_end = (context + first_query + 1) // TILE_N * TILE_N
     if WINDOW is not None:
         first = tl.maximum(context + first_query + 1 - WINDOW, 0) // TILE_N * TILE_N
-        num_full = first
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    keys_ptr += head // (H // J) * D
-    values_ptr += head // (H // J) * D
+        full_end = first
+    if SPLITS > 1:
+        span = tl.cdiv(tl.cdiv(end - first, SPLITS), TILE_N) * TILE_N
+        first += tl.program_id(1) * span
+        end = tl.minimum(first + span, end)
+        full_end = tl.minimum(full_end, end)
+    top, total, acc = _attend(
+        q,
+        keys_ptr + head // (H // J) * D,
+        values_ptr + head // (H // J) * D,
+        tables_ptr + sequence.to(tl.int64) * table_stride,
+        context + queries,
+        first,
+        full_end,
+        end,
+        kv_stride,
+        scale,
+        D,
+        D_PAD,
+        BLOCK_SIZE,
+        TILE_M,
+        TILE_N,
+        WINDOW,
+        SOFT_CAP,
+        SPLITS,
+    )
+    # Padding behind a chunk's end may have seen nothing of a window or of a split.
+    total = tl.where(total > 0.0, total, 1.0)
+    out = acc / total[:, None]
+    if SPLITS == 1:
+        offsets = rows[:, None] * out_stride + head * D + offs_d[None, :]
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
+    else:
+        places = (tl.program_id(1).to(tl.int64) * num_rows + rows) * H + head
+        tl.store(partials_ptr + places[:, None] * D + offs_d[None, :], out, mask=row_mask)
+        log_sums = top + tl.log2(total)
+        tl.store(log_sums_ptr + places, log_sums, mask=queries < num_queries)
+
+
+@triton.jit
+def _attend(
+    q,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    positions,
+    first,
+    full_end,
+    end,
+    kv_stride,
+    scale,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Returns each row's maximum, sum and weighted values over tokens from `first` to `end`.
+
+    All rows see all tokens before `full_end`.
+    """
+    offs = tl.arange(0, TILE_N)
+    offs_d = tl.arange(0, D_PAD)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, D_PAD], tl.float32)
-
-    offs = tl.arange(0, TILE_N)
     blocks = _load_blocks(table_ptr, first + offs, end, BLOCK_SIZE)
-    for tile in range(first, num_full, TILE_N):
+    for tile in range(first, full_end, TILE_N):
         offs_n = tile + offs
         offsets = _kv_offsets(blocks, offs_n, offs_d, kv_stride, BLOCK_SIZE)
         # One tile ahead: a load that waits for another would take a stage of its own.
@@ -258,9 +370,9 @@ def _prefill_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         v = _load_kv(values_ptr, offsets, offs_n, offs_d, end, D, D_PAD, False)
         top, total, acc = _add_tile(
-            scores, v, top, total, acc, positions, offs_n, scale, WINDOW, SOFT_CAP, False
+            scores, v, top, total, acc, positions, offs_n, scale, WINDOW, SOFT_CAP, SPLITS, False
         )
-    for tile in range(num_full, end, TILE_N):
+    for tile in range(tl.maximum(first, full_end), end, TILE_N):
         offs_n = tile + offs
         blocks = _load_blocks(table_ptr, offs_n, end, BLOCK_SIZE)
         offsets = _kv_offsets(blocks, offs_n, offs_d, kv_stride, BLOCK_SIZE)
@@ -268,8 +380,6 @@ def _prefill_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         v = _load_kv(values_ptr, offsets, offs_n, offs_d, end, D, D_PAD, True)
         top, total, acc = _add_tile(
-            scores, v, top, total, acc, positions, offs_n, scale, WINDOW, SOFT_CAP, True
+            scores, v, top, total, acc, positions, offs_n, scale, WINDOW, SOFT_CAP, SPLITS, True
         )
-    # With a window, rows of padding behind a chunk's end may have seen nothing.
-    out = (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row_index[:, None] * out_stride + columns[None, :], out, mask=row_mask)
+    return top, total, acc
