@@ -140,6 +140,14 @@ def test_filters_that_keep_thousands_of_tokens_are_those_of_the_cpu(name: str) -
     assert not bool(out.rows.is_wide.any())
 
 
+def test_logits_of_all_magnitudes_are_searched() -> None:
+    generator = torch.Generator().manual_seed(4)
+    magnitudes = 10.0 ** (torch.rand(2, VOCAB, generator=generator) * 40 - 36)
+    logits = torch.randn(2, VOCAB, generator=generator) * magnitudes
+    rows = rows_of([WIDE_FILTERS["large top_k"], SamplingParams(top_k=1700, temperature=1e4)])
+    assert run(logits, rows).ids == on_cpu(logits, rows)
+
+
 def test_narrow_logits_are_searched_by_their_own_bits() -> None:
     logits = (torch.arange(VOCAB).flip(0) / 512).half()[None].repeat(2, 1)
     logits += (torch.arange(VOCAB) % 2 * -20).half()
