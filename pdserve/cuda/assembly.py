@@ -21,6 +21,9 @@ class StepLimits:
     num_blocks: int
     vocab_size: int
     max_model_len: int
+    keeps_prompts_apart: bool
+    """A prompt's token goes through the kernels of prompts even if it comes alone, so that its bits
+    do not depend on the chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,7 @@ class Assembler:
         """
         for part in plan.slices:
             self._check(part, previous)
-        decode, prompts = _split(plan)
+        decode, prompts = _split(plan, keeps_prompts_apart=self._limits.keeps_prompts_apart)
         decode_seats = self._decode_book.seat(decode)
         prompt_seats = self._prompt_book.seat(prompts)
         self._check_runs(decode_seats.runs)
@@ -165,12 +168,16 @@ class Assembler:
                 raise ValueError(f"block ids must be in [0, {num_blocks}), got {run.block_ids}")
 
 
-def _split(plan: StepPlan) -> tuple[list[SequenceSlice], list[SequenceSlice]]:
+def _split(
+    plan: StepPlan, *, keeps_prompts_apart: bool
+) -> tuple[list[SequenceSlice], list[SequenceSlice]]:
     """Tells slices of one token from the others; one whose token is scored is among the others."""
     decode: list[SequenceSlice] = []
     prompts: list[SequenceSlice] = []
     for part in plan.slices:
         is_decode = part.num_tokens == 1 and not part.prompt_targets
+        if keeps_prompts_apart and part.start < part.request.num_prompt_tokens:
+            is_decode = False
         (decode if is_decode else prompts).append(part)
     return decode, prompts
 

@@ -12,7 +12,13 @@ from torch import Tensor
 from pdserve.cuda.step_rows import PromptChunk, PromptRows, StepRows
 from pdserve.kernels.decode_attention import DecodeScratch, decode_attention
 from pdserve.kernels.dense_attention import dense_attention, is_dense_faster
-from pdserve.kernels.prefill_attention import prefill_attention
+from pdserve.kernels.prefill_attention import PrefillScratch, PrefillTuning, prefill_attention
+
+SPLIT_ROWS = 1024
+"""Rows times splits of a launch of prompts, at most: few rows cannot fill the GPU by themselves."""
+SPLIT_PROGRAMS = 128
+LEAST_SPLIT_CONTEXT = 1024
+"""Tokens before the chunk from which a split pays for its merge."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +47,8 @@ class AttentionRoom:
 
     def __init__(
         self,
-        scratch: DecodeScratch,
+        decode_scratch: DecodeScratch,
+        prompt_scratch: PrefillScratch,
         *,
         block_size: int,
         head_dim: int,
@@ -52,15 +59,17 @@ class AttentionRoom:
         """Keeps them.
 
         Args:
-            scratch: of decode attention.
+            decode_scratch: of decode attention.
+            prompt_scratch: of `SPLIT_ROWS` rows.
             block_size: of KV.
             head_dim: scores are divided by its root.
-            split_tokens: KV is always cut there, so that no other sequence matters; None cuts a
-                batch into equal parts.
+            split_tokens: KV of decoding sequences is always cut there and that of prompts never, so
+                that no other sequence matters; None cuts a batch into equal parts.
             has_dense: whether long chunks may go to the library's kernel, over a copy of their KV.
             use_pdl: whether kernels may start while the ones before them drain.
         """
-        self._scratch = scratch
+        self._decode_scratch = decode_scratch
+        self._prompt_scratch = prompt_scratch
         self._block_size = block_size
         self._scale = head_dim**-0.5
         self._split_tokens = split_tokens
@@ -78,7 +87,7 @@ class AttentionRoom:
                 rows.decode.block_tables_BW,
                 rows.decode.lengths_B,
                 out_MHD[:num_rows],
-                self._scratch,
+                self._decode_scratch,
                 block_size=self._block_size,
                 scale=self._scale,
                 window=layer.window,
@@ -126,6 +135,7 @@ class AttentionRoom:
         out_MHD: Tensor,
         places: slice,
     ) -> None:
+        chunks = None if prompt.chunks is None else prompt.chunks[places]
         prefill_attention(
             q_MHD,
             layer.keys_SJD,
@@ -138,8 +148,20 @@ class AttentionRoom:
             block_size=self._block_size,
             scale=self._scale,
             window=layer.window,
+            num_splits=self._num_splits(q_MHD, chunks),
+            scratch=self._prompt_scratch,
             use_pdl=self._use_pdl,
         )
+
+    def _num_splits(self, q_MHD: Tensor, chunks: tuple[PromptChunk, ...] | None) -> int:
+        """Returns into how many parts the KV of a prompt is cut; of unknown chunks: as if long."""
+        num_rows, num_heads, _ = q_MHD.shape
+        if self._split_tokens is not None or num_rows == 0:
+            return 1
+        if chunks is not None and max(one.context for one in chunks) < LEAST_SPLIT_CONTEXT:
+            return 1
+        num_tiles = -(-num_rows // PrefillTuning().tile_queries)
+        return max(1, min(SPLIT_PROGRAMS // (num_tiles * num_heads), SPLIT_ROWS // num_rows, 8))
 
     def _attend_dense(
         self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows, out_MHD: Tensor, run: _Run

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
-from pdserve.cuda.attention import AttentionRoom
+from pdserve.cuda.attention import SPLIT_ROWS, AttentionRoom
 from pdserve.cuda.device import Device
 from pdserve.cuda.memory import MemoryPicture, fit_blocks
 from pdserve.cuda.model import CudaModel, make_rotary_tables
@@ -25,7 +25,7 @@ from pdserve.cuda.step_shape import StepShape, graph_shapes
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
-from pdserve.kernels.decode_attention import make_scratch
+from pdserve.kernels import decode_attention, prefill_attention
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
 from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
@@ -33,7 +33,7 @@ from pdserve.timeline import Clock
 
 logger = logging.getLogger(__name__)
 
-BALANCED_SPLITS = 64
+BALANCED_SPLITS = 32
 """Most splits of a sequence's KV, at every batch size: so few kernels are compiled."""
 FIXED_SPLIT_TOKENS = 512
 MIB = 1 << 20
@@ -115,13 +115,13 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
     split_tokens = FIXED_SPLIT_TOKENS if engine.deterministic else None
     max_splits = BALANCED_SPLITS
     if split_tokens is not None:
-        max_splits = -(-job.max_model_len // split_tokens)
+        max_splits = max(2, -(-job.max_model_len // split_tokens))
+    heads, head_dim, place = config.num_heads, config.head_dim, device.torch_device
     attention = AttentionRoom(
-        make_scratch(
-            limits.max_samples, config.num_heads, config.head_dim, max_splits, device.torch_device
-        ),
+        decode_attention.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
+        prefill_attention.make_scratch(SPLIT_ROWS, heads, head_dim, 1, place),
         block_size=engine.block_size,
-        head_dim=config.head_dim,
+        head_dim=head_dim,
         split_tokens=split_tokens,
         # A row's bits depend there on the chunk that it came in.
         has_dense=device.has_dependent_launch and not engine.deterministic,
@@ -157,6 +157,7 @@ def make_runner(
         inputs=parts.inputs,
         input_limits=parts.limits,
         max_model_len=min(job.max_model_len, kv.num_blocks * job.geometry.block_size),
+        is_deterministic=job.engine.deterministic,
         graph_shapes=parts.shapes if shapes is None else shapes,
     )
 

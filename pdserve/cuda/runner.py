@@ -71,6 +71,7 @@ class CudaRunner:
         inputs: StepInputs,
         input_limits: InputLimits,
         max_model_len: int,
+        is_deterministic: bool = False,
         graph_shapes: Sequence[StepShape] = (),
     ) -> None:
         """Keeps them; graphs are captured by `capture`.
@@ -82,6 +83,7 @@ class CudaRunner:
             inputs: buffers of what steps send.
             input_limits: of those.
             max_model_len: longest sequence.
+            is_deterministic: the way that tokens are batched changes no bit.
             graph_shapes: what `capture` will capture.
         """
         self.model = model
@@ -101,6 +103,7 @@ class CudaRunner:
                 num_blocks=kv.num_blocks,
                 vocab_size=model.config.vocab_size,
                 max_model_len=max_model_len,
+                keeps_prompts_apart=is_deterministic,
             ),
             input_limits.max_seqs,
         )

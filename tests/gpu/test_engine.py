@@ -41,6 +41,7 @@ def settings(folder: Path, **over: object) -> EngineConfig:
         "max_model_len": 256,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 128,
+        "device": "cuda",
     }
     return EngineConfig(**{**fields, **over})  # type: ignore[arg-type]  # test settings
 
