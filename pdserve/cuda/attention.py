@@ -79,24 +79,72 @@ class AttentionRoom:
     def attend(self, q_MHD: Tensor, layer: LayerAttention, rows: StepRows, out_MHD: Tensor) -> None:
         """Writes what each row's heads give; KV of all rows is already stored."""
         if rows.decode is not None:
-            num_rows = rows.decode.lengths_B.shape[0]
-            decode_attention(
+            decode = rows.decode
+            num_rows = decode.lengths_B.shape[0]
+            self._attend_tokens(
                 q_MHD[:num_rows],
-                layer.keys_SJD,
-                layer.values_SJD,
-                rows.decode.block_tables_BW,
-                rows.decode.lengths_B,
+                layer,
+                decode.block_tables_BW,
+                decode.lengths_B,
                 out_MHD[:num_rows],
-                self._decode_scratch,
-                block_size=self._block_size,
-                scale=self._scale,
-                window=layer.window,
-                split_tokens=self._split_tokens,
-                use_pdl=self._use_pdl,
+                may_overlap=True,
             )
         if rows.prompt is not None:
             part = slice(rows.prompt.first_row, rows.prompt.first_row + rows.prompt.num_rows)
             self._attend_prompts(q_MHD[part], layer, rows.prompt, out_MHD[part])
+
+    def can_attend_for_last_rows(self, rows: StepRows) -> bool:
+        """Says whether all rows that sample are the last ones of prompts, one each.
+
+        Not in deterministic mode: it keeps prompts to their kernel.
+        """
+        prompt, wanted = rows.prompt, rows.sample_rows_R
+        if prompt is None or prompt.chunks is None or wanted is None:
+            return False
+        is_free = rows.decode is None and self._split_tokens is None
+        return is_free and wanted.shape[0] == len(prompt.chunks)
+
+    def attend_for_last_rows(
+        self, q_BHD: Tensor, layer: LayerAttention, rows: StepRows, out_BHD: Tensor
+    ) -> None:
+        """Writes what the heads of each prompt's last row give."""
+        prompt = rows.prompt
+        assert prompt is not None
+        num_rows = prompt.query_starts.diff()
+        self._attend_tokens(
+            q_BHD,
+            layer,
+            prompt.block_tables_BW,
+            prompt.context_lengths_B + num_rows,
+            out_BHD,
+            may_overlap=False,
+        )
+
+    def _attend_tokens(
+        self,
+        q_BHD: Tensor,
+        layer: LayerAttention,
+        block_tables_BW: Tensor,
+        lengths_B: Tensor,
+        out_BHD: Tensor,
+        *,
+        may_overlap: bool,
+    ) -> None:
+        decode_attention(
+            q_BHD,
+            layer.keys_SJD,
+            layer.values_SJD,
+            block_tables_BW,
+            lengths_B,
+            out_BHD,
+            self._decode_scratch,
+            block_size=self._block_size,
+            scale=self._scale,
+            window=layer.window,
+            split_tokens=self._split_tokens,
+            # Lengths may be the doing of the kernel just before.
+            use_pdl=self._use_pdl and may_overlap,
+        )
 
     def _attend_prompts(
         self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows, out_MHD: Tensor

@@ -120,25 +120,26 @@ class CudaModel:
         gains = [*gains[1:], weights.final_gain_E]
         last = len(weights.layers) - 1
         for index, (layer, next_gain_E) in enumerate(zip(weights.layers, gains, strict=True)):
-            self._attend(index, layer, rows, buffers, kv)
-            if index == last:
+            read = self._store(index, layer, rows, buffers, kv)
+            if index < last or rows.sample_rows_R is None:
+                self._attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+            elif rows.sample_rows_R.shape[0] == 0:
+                return None
+            else:
                 # Past its KV, the last layer matters only to rows that sample.
-                picked = self._pick(rows, buffers)
-                if picked is None:
-                    return None
-                buffers = picked
+                buffers = self._attend_for_samples(read, rows, rows.sample_rows_R, buffers)
             self._finish(layer, next_gain_E, buffers)
         return buffers.normed_ME
 
-    def _attend(
+    def _store(
         self,
         index: int,
         layer: LayerWeights,
         rows: StepRows,
         buffers: RowBuffers,
         kv: KvTensors,
-    ) -> None:
-        """Does a layer up to what its heads give; its first norm is made already."""
+    ) -> LayerAttention:
+        """Makes queries of a layer's normed rows and stores their keys and values."""
         config = self.config
         keys, values = kv.layer(index)
         qkv = self._products.multiply(buffers.normed_ME, layer.qkv_NE)
@@ -159,8 +160,21 @@ class CudaModel:
             is_rotated=index not in config.unrotated_layers,
             use_pdl=self._use_pdl,
         )
-        read = LayerAttention(keys_SJD=keys, values_SJD=values, window=config.window_of(index))
-        self._attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+        return LayerAttention(keys_SJD=keys, values_SJD=values, window=config.window_of(index))
+
+    def _attend_for_samples(
+        self, read: LayerAttention, rows: StepRows, wanted_R: Tensor, buffers: RowBuffers
+    ) -> RowBuffers:
+        """Attends in the last layer; returns the buffers of the rows that go on."""
+        picked = self._workspace.picked(wanted_R.shape[0], buffers.inner_MN)
+        torch.index_select(buffers.residual_ME, 0, wanted_R, out=picked.residual_ME)
+        if self._attention.can_attend_for_last_rows(rows):
+            torch.index_select(buffers.q_MHD, 0, wanted_R, out=picked.q_MHD)
+            self._attention.attend_for_last_rows(picked.q_MHD, read, rows, picked.heads_MHD)
+        else:
+            self._attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+            torch.index_select(buffers.heads_MHD, 0, wanted_R, out=picked.heads_MHD)
+        return picked
 
     def _finish(self, layer: LayerWeights, next_gain_E: Tensor, buffers: RowBuffers) -> None:
         """Does the rest of a layer, and the norm of whatever comes next."""
@@ -171,17 +185,6 @@ class CudaModel:
         silu_mul(gate_up, buffers.inner_MN, bias_N=layer.gate_up_bias_N, use_pdl=self._use_pdl)
         down = multiply(buffers.inner_MN, layer.down_EN, layer.down_bias_E)
         self._add_norm(down, next_gain_E, buffers)
-
-    def _pick(self, rows: StepRows, buffers: RowBuffers) -> RowBuffers | None:
-        wanted = rows.sample_rows_R
-        if wanted is None:
-            return buffers
-        if wanted.shape[0] == 0:
-            return None
-        picked = self._workspace.picked(wanted.shape[0], buffers.inner_MN)
-        torch.index_select(buffers.residual_ME, 0, wanted, out=picked.residual_ME)
-        torch.index_select(buffers.heads_MHD, 0, wanted, out=picked.heads_MHD)
-        return picked
 
     def _add_norm(self, sums_SME: Tensor, gain_E: Tensor, buffers: RowBuffers) -> None:
         add_norm(

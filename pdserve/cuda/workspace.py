@@ -58,7 +58,7 @@ class Workspace:
         self._product = torch.empty(size.max_product_bytes, dtype=torch.uint8, device=device)
         samples = size.max_sample_rows
         self._picked = torch.empty((2, samples, hidden), dtype=dtype, device=device)
-        self._picked_heads = torch.empty((samples, *heads[1:]), dtype=dtype, device=device)
+        self._picked_heads = torch.empty((2, samples, *heads[1:]), dtype=dtype, device=device)
         self._logits = torch.empty((samples, config.vocab_size), dtype=torch.float32, device=device)
 
     def rows(self, num_rows: int) -> RowBuffers:
@@ -75,12 +75,11 @@ class Workspace:
     def picked(self, num_rows: int, inner_MN: Tensor) -> RowBuffers:
         """Returns buffers for the few rows that sample, which go on alone from some point."""
         assert num_rows <= self.size.max_sample_rows
-        heads = self._picked_heads[:num_rows]
         return RowBuffers(
             residual_ME=self._picked[0, :num_rows],
             normed_ME=self._picked[1, :num_rows],
-            q_MHD=heads,
-            heads_MHD=heads,
+            q_MHD=self._picked_heads[0, :num_rows],
+            heads_MHD=self._picked_heads[1, :num_rows],
             inner_MN=inner_MN[:num_rows],
         )
 

@@ -163,3 +163,43 @@ def test_frames_carry_kv_from_one_memory_of_the_gpu_to_another_and_to_the_cpu(
             for ours, theirs in zip(source.kv.layer(layer), target.layer(layer), strict=True):
                 assert torch.equal(ours[slots].cpu(), theirs[slots].cpu())
                 assert int((theirs != 0).any(dim=(1, 2)).sum()) == len(slots)
+
+
+def test_long_chunks_through_the_dense_kernel_agree_with_the_paged_one(folder: Path) -> None:
+    numbers = torch.Generator().manual_seed(6)
+    tokens = tuple(torch.randint(3, 384, (3500,), generator=numbers).tolist())
+    blocks = tuple(BlockId(int(block)) for block in torch.randperm(260, generator=numbers)[:219])
+    slots = [blocks[place // 16] * 16 + place % 16 for place in range(len(tokens))]
+    request = Request(
+        request_id=RequestId("r"),
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        sampling=SamplingParams(temperature=0.0, logprobs=0),
+    )
+    seen = []
+    for is_paged in (False, True):
+        engine = settings(
+            folder,
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_batched_tokens=2048,
+            deterministic=is_paged,
+        )
+        runner = make_cuda_runner(folder, engine, 260, "cuda")
+        poison(runner)
+        for start, end in ((0, 2048), (2048, 3500)):
+            part = SequenceSlice(
+                request=request,
+                start=start,
+                token_ids=tokens[start:end],
+                block_ids=blocks,
+                output_index=0 if end == 3500 else None,
+            )
+            result = runner.run(StepPlan(slices=(part,)))
+        keys, values = runner.kv.layer(runner.model.config.num_layers - 1)
+        logprobs = result.sampled[request.request_id].logprobs
+        assert logprobs is not None
+        seen.append((keys[slots].float(), values[slots].float(), logprobs.logprob))
+    for ours, theirs in zip(seen[0][:2], seen[1][:2], strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 0.02
+    assert abs(seen[0][2] - seen[1][2]) < 0.1
