@@ -60,7 +60,9 @@ class KvTensors:
         if self.device.type == "cuda":
             self._blocks_LKBSHD = torch.zeros(shape, dtype=dtype, device=self.device)
             # Before the step in flight: a frame is small and its link waits.
-            self._traffic = torch.cuda.Stream(self.device, priority=-1)
+            self._traffic = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self.device, priority=-1
+            )
         else:
             self._blocks_LKBSHD = _make_zeros(shape, dtype)
         # Made once: two views a layer and step took 1 % of decoding one sequence.

@@ -216,8 +216,9 @@ class AttentionRoom:
     ) -> None:
         chunk, count = run.chunks[0], len(run.chunks)
         part = slice(run.first_row, run.first_row + count * chunk.num_rows)
+        shape = (count, chunk.num_rows, *q_MHD.shape[1:])
         out = dense_attention(
-            q_MHD[part].unflatten(0, (count, chunk.num_rows)),
+            q_MHD[part].view(shape),
             layer.keys_SJD,
             layer.values_SJD,
             prompt.block_tables_BW[run.first : run.first + count],
@@ -225,4 +226,4 @@ class AttentionRoom:
             block_size=self._block_size,
             scale=self._scale,
         )
-        out_MHD[part].unflatten(0, (count, chunk.num_rows)).copy_(out)
+        out_MHD[part].view(shape).copy_(out)

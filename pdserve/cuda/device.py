@@ -60,7 +60,7 @@ class Device:
             device = torch.device("cuda", torch.cuda.current_device())
         self.torch_device = device
         torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class Device:
         """Marks the present end of the stream."""
         if not self.is_cuda:
             return _Reached()
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 

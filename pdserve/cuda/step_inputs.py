@@ -251,7 +251,8 @@ def slots_of(block_ids: Sequence[int], start: int, end: int, block_size: int) ->
     """Returns the slots of a sequence's tokens [start, end)."""
     first = start // block_size
     blocks = np.asarray(block_ids[first : -(-end // block_size)], dtype=np.int32)
-    slots: NDArray[np.int32] = blocks[:, None] * np.int32(block_size)
-    slots = slots + np.arange(block_size, dtype=np.int32)
+    slots = np.empty((len(blocks), block_size), dtype=np.int32)
+    slots[:] = blocks[:, None] * block_size
+    slots += np.arange(block_size, dtype=np.int32)
     offset = start - first * block_size
     return slots.reshape(-1)[offset : offset + end - start]
