@@ -8,7 +8,7 @@ from pdserve.cuda.sampling import SampleSlot
 from pdserve.cuda.scoring import PromptTargets
 from pdserve.cuda.step_inputs import InputWriter, PromptInputs, StepInputs, slots_of
 from pdserve.cuda.step_rows import PromptChunk
-from pdserve.cuda.step_shape import ShapeChooser, StepShape
+from pdserve.cuda.step_shape import LONG_CONTEXT_TOKENS, ShapeChooser, StepShape
 from pdserve.engine.batch import SequenceSlice, StepPlan
 from pdserve.request import RequestId
 
@@ -84,6 +84,7 @@ class Assembler:
             num_prompts=len(prompts),
             num_samples=None if sample_rows is None else len(sample_rows),
             max_query_tokens=max((part.num_tokens for part in prompts), default=0),
+            has_long_context=any(part.start >= LONG_CONTEXT_TOKENS for part in prompts),
         )
         captured = self._chooser.choose(exact)
         shape = exact if captured is None else captured

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from pdserve.cuda.step_rows import PromptChunk, PromptRows, StepRows
@@ -17,8 +18,10 @@ from pdserve.kernels.prefill_attention import PrefillScratch, PrefillTuning, pre
 SPLIT_ROWS = 1024
 """Rows times splits of a launch of prompts, at most: few rows cannot fill the GPU by themselves."""
 SPLIT_PROGRAMS = 128
-LEAST_SPLIT_CONTEXT = 1024
-"""Tokens before the chunk from which a split pays for its merge."""
+DENSE_ROWS = 2048
+"""Least tokens of a chunk that goes to the library's kernel."""
+DENSE_STEP = 256
+"""Sizes of such chunks are rounded up to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,7 @@ class AttentionRoom:
         head_dim: int,
         split_tokens: int | None,
         has_dense: bool,
+        max_rows: int,
         use_pdl: bool,
     ) -> None:
         """Keeps them.
@@ -66,6 +70,7 @@ class AttentionRoom:
             split_tokens: KV of decoding sequences is always cut there and that of prompts never, so
                 that no other sequence matters; None cuts a batch into equal parts.
             has_dense: whether long chunks may go to the library's kernel, over a copy of their KV.
+            max_rows: of one step.
             use_pdl: whether kernels may start while the ones before them drain.
         """
         self._decode_scratch = decode_scratch
@@ -74,6 +79,7 @@ class AttentionRoom:
         self._scale = head_dim**-0.5
         self._split_tokens = split_tokens
         self._has_dense = has_dense
+        self._max_rows = max_rows
         self._use_pdl = use_pdl
 
     def attend(self, q_MHD: Tensor, layer: LayerAttention, rows: StepRows, out_MHD: Tensor) -> None:
@@ -162,18 +168,59 @@ class AttentionRoom:
                 self._attend_paged(q_MHD, layer, prompt, out_MHD, places)
 
     def _runs(self, q_MHD: Tensor, chunks: tuple[PromptChunk, ...]) -> Iterator[_Run]:
-        """Yields neighbours that go together: equal long chunks, or any number of short ones."""
+        """Yields neighbours that go together: one long chunk, or any number of short ones."""
+        head_dim, dtype = q_MHD.shape[2], q_MHD.dtype
 
-        def key(chunk: PromptChunk) -> PromptChunk | None:
-            is_long = is_dense_faster(chunk.num_rows, q_MHD.shape[2], q_MHD.dtype)
-            return chunk if is_long else None
+        def key(pair: tuple[int, PromptChunk]) -> int | None:
+            index, chunk = pair
+            return index if self._is_dense(chunk, head_dim, dtype) else None
 
         first = first_row = 0
-        for kind, group in groupby(chunks, key):
-            together = tuple(group)
+        for kind, group in groupby(enumerate(chunks), key):
+            together = tuple(chunk for _, chunk in group)
             yield _Run(together, first, first_row, kind is not None)
             first += len(together)
             first_row += sum(chunk.num_rows for chunk in together)
+
+    def _is_dense(self, chunk: PromptChunk, head_dim: int, dtype: torch.dtype) -> bool:
+        """Says whether the library's kernel is quicker and has met such sizes before.
+
+        It takes 70 ms of the host for each new pair of lengths: so behind cached tokens only whole
+        steps of a long prompt go there, and all that may go there went there at start.
+        """
+        if chunk.num_rows < DENSE_ROWS or not is_dense_faster(chunk.num_rows, head_dim, dtype):
+            return False
+        if chunk.context == 0:
+            return chunk.num_rows <= self._max_rows
+        return chunk.num_rows == self._max_rows and chunk.context % self._max_rows == 0
+
+    def warm_up(self, layer: LayerAttention, num_heads: int, max_model_len: int) -> int:
+        """Shows the library's kernel all sizes that it will meet; returns how many those are."""
+        if not self._has_dense:
+            return 0
+        keys = layer.keys_SJD
+        contexts = range(self._max_rows, max_model_len - self._max_rows + 1, self._max_rows)
+        chunks = [
+            *(
+                PromptChunk(num_rows=rows, context=0)
+                for rows in range(DENSE_ROWS, self._max_rows + 1, DENSE_STEP)
+            ),
+            *(PromptChunk(num_rows=self._max_rows, context=context) for context in contexts),
+        ]
+        chunks = [one for one in chunks if self._is_dense(one, keys.shape[2], keys.dtype)]
+        for chunk in chunks:
+            shape = (1, chunk.num_rows, num_heads, keys.shape[2])
+            num_blocks = -(-(chunk.context + chunk.num_rows) // self._block_size)
+            dense_attention(
+                torch.zeros(shape, dtype=keys.dtype, device=keys.device),
+                keys,
+                layer.values_SJD,
+                torch.zeros((1, num_blocks), dtype=torch.int32, device=keys.device),
+                context=chunk.context,
+                block_size=self._block_size,
+                scale=self._scale,
+            )
+        return len(chunks)
 
     def _attend_paged(
         self,
@@ -183,7 +230,6 @@ class AttentionRoom:
         out_MHD: Tensor,
         places: slice,
     ) -> None:
-        chunks = None if prompt.chunks is None else prompt.chunks[places]
         prefill_attention(
             q_MHD,
             layer.keys_SJD,
@@ -196,17 +242,15 @@ class AttentionRoom:
             block_size=self._block_size,
             scale=self._scale,
             window=layer.window,
-            num_splits=self._num_splits(q_MHD, chunks),
+            num_splits=self._num_splits(q_MHD) if prompt.has_long_context else 1,
             scratch=self._prompt_scratch,
             use_pdl=self._use_pdl,
         )
 
-    def _num_splits(self, q_MHD: Tensor, chunks: tuple[PromptChunk, ...] | None) -> int:
-        """Returns into how many parts the KV of a prompt is cut; of unknown chunks: as if long."""
+    def _num_splits(self, q_MHD: Tensor) -> int:
+        """Returns into how many parts the KV of prompts is cut."""
         num_rows, num_heads, _ = q_MHD.shape
-        if self._split_tokens is not None or num_rows == 0:
-            return 1
-        if chunks is not None and max(one.context for one in chunks) < LEAST_SPLIT_CONTEXT:
+        if self._split_tokens is not None:
             return 1
         num_tiles = -(-num_rows // PrefillTuning().tile_queries)
         return max(1, min(SPLIT_PROGRAMS // (num_tiles * num_heads), SPLIT_ROWS // num_rows, 8))
@@ -214,16 +258,15 @@ class AttentionRoom:
     def _attend_dense(
         self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows, out_MHD: Tensor, run: _Run
     ) -> None:
-        chunk, count = run.chunks[0], len(run.chunks)
-        part = slice(run.first_row, run.first_row + count * chunk.num_rows)
-        shape = (count, chunk.num_rows, *q_MHD.shape[1:])
-        out = dense_attention(
-            q_MHD[part].view(shape),
+        (chunk,) = run.chunks
+        part = slice(run.first_row, run.first_row + chunk.num_rows)
+        out_1THD = dense_attention(
+            q_MHD[part].unsqueeze(0),
             layer.keys_SJD,
             layer.values_SJD,
-            prompt.block_tables_BW[run.first : run.first + count],
+            prompt.block_tables_BW[run.first : run.first + 1],
             context=chunk.context,
             block_size=self._block_size,
             scale=self._scale,
         )
-        out_MHD[part].view(shape).copy_(out)
+        out_MHD[part].copy_(out_1THD[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
-from pdserve.cuda.attention import SPLIT_ROWS, AttentionRoom
+from pdserve.cuda.attention import SPLIT_ROWS, AttentionRoom, LayerAttention
 from pdserve.cuda.device import Device
 from pdserve.cuda.memory import MemoryPicture, fit_blocks
 from pdserve.cuda.model import CudaModel, make_rotary_tables
@@ -44,6 +44,7 @@ class EngineParts:
     """Everything but the KV."""
 
     device: Device
+    attention: AttentionRoom
     model: CudaModel
     inputs: StepInputs
     limits: InputLimits
@@ -125,6 +126,7 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
         split_tokens=split_tokens,
         # A row's bits depend there on the chunk that it came in.
         has_dense=device.has_dependent_launch and not engine.deterministic,
+        max_rows=engine.max_num_batched_tokens,
         use_pdl=device.has_dependent_launch,
     )
     model = CudaModel(
@@ -139,6 +141,7 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
     shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
     return EngineParts(
         device=device,
+        attention=attention,
         model=model,
         inputs=StepInputs(limits, device),
         limits=limits,
@@ -169,6 +172,11 @@ def _fit_kv(
     started_s = clock.now()
     device = parts.device
     scrap = KvTensors(job.geometry, 2, job.part, device.torch_device)
+    keys, values = scrap.layer(0)
+    read = LayerAttention(keys_SJD=keys, values_SJD=values, window=None)
+    num_sizes = parts.attention.warm_up(read, job.model.num_heads, job.max_model_len)
+    report("warm up attention", clock.now() - started_s, f"{num_sizes} sizes of chunks")
+    started_s = clock.now()
     trial = make_runner(job, parts, scrap, ())
     torch.cuda.reset_peak_memory_stats(device.torch_device)
     lasting_bytes = torch.cuda.memory_allocated(device.torch_device)

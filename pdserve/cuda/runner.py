@@ -146,7 +146,8 @@ class CudaRunner:
         limits = self._input_limits
         rows = min(limits.max_rows, self._max_model_len)
         # All there is of context: its KV is gathered for a long chunk. Tables of zeros will do.
-        last = PromptChunk(num_rows=rows, context=self._max_model_len - rows)
+        context = (self._max_model_len - rows) // rows * rows
+        last = PromptChunk(num_rows=rows, context=context)
         steps: list[tuple[StepShape, tuple[PromptChunk, ...] | None]] = [
             (decode_shape(limits.max_seqs), None),
             (prompt_shape(limits.max_rows, min(limits.max_seqs, limits.max_rows)), None),

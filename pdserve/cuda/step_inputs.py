@@ -147,6 +147,7 @@ class StepInputs:
                 query_starts=buffer[layout.query_starts : layout.query_starts + count + 1],
                 context_lengths_B=buffer[layout.contexts : layout.contexts + count],
                 max_query_tokens=shape.max_query_tokens,
+                has_long_context=shape.has_long_context,
                 chunks=chunks,
             )
         if shape.num_samples is not None:

@@ -43,6 +43,8 @@ class PromptRows:
     """int32; tokens with KV before this step."""
     max_query_tokens: int
     """Of one sequence in this step, or more: it sets the size of launches."""
+    has_long_context: bool
+    """Whether many tokens with KV are before some prompt."""
     chunks: tuple[PromptChunk, ...] | None = None
     """The sequences' sizes; None in a graph, which serves any sizes."""
 

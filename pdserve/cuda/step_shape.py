@@ -8,6 +8,7 @@ PROMPT_BUCKETS = (64, 128, 256, 512)
 """Rows of graphs for prompts. Behind 512 rows the device is slower than the launches."""
 GRAPH_PROMPTS = 8
 """Most sequences in them."""
+LONG_CONTEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,8 @@ class StepShape:
     """Rows that go through the head; None: all."""
     max_query_tokens: int
     """Of one prompt."""
+    has_long_context: bool = False
+    """Whether a prompt has many cached tokens before it: few rows are then cut up along them."""
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +44,7 @@ def decode_shape(num_rows: int) -> StepShape:
     )
 
 
-def prompt_shape(num_rows: int, num_prompts: int) -> StepShape:
+def prompt_shape(num_rows: int, num_prompts: int, *, has_long_context: bool = False) -> StepShape:
     """Returns the shape of a step of prompts that all sample, however they share the rows."""
     return StepShape(
         num_decode=0,
@@ -49,6 +52,7 @@ def prompt_shape(num_rows: int, num_prompts: int) -> StepShape:
         num_prompts=num_prompts,
         num_samples=num_prompts,
         max_query_tokens=num_rows,
+        has_long_context=has_long_context,
     )
 
 
@@ -62,7 +66,11 @@ def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepSh
     """Returns every shape to capture, the largest first: the others fit in its memory."""
     num_prompts = min(GRAPH_PROMPTS, max_num_seqs)
     rows_wanted = (rows for rows in PROMPT_BUCKETS if rows <= max_num_batched_tokens)
-    prompts = [prompt_shape(rows, num_prompts) for rows in rows_wanted]
+    prompts = [
+        prompt_shape(rows, num_prompts, has_long_context=is_long)
+        for rows in rows_wanted
+        for is_long in (False, True)
+    ]
     shapes = [*prompts, *(decode_shape(rows) for rows in decode_buckets(max_num_seqs))]
     return tuple(sorted(shapes, key=lambda shape: -shape.num_rows))
 
@@ -87,6 +95,7 @@ class ShapeChooser:
             return None
         for shape in self._prompt:
             holds_rows = exact.num_prompt_rows <= shape.num_prompt_rows
-            if holds_rows and exact.num_prompts <= shape.num_prompts:
+            is_alike = exact.has_long_context == shape.has_long_context
+            if holds_rows and is_alike and exact.num_prompts <= shape.num_prompts:
                 return shape
         return None

@@ -57,5 +57,10 @@ def test_mixed_steps_many_prompts_and_scored_prompts_have_no_graph(
     assert CHOOSER.choose(exact) is None
 
 
+def test_prompts_behind_many_cached_tokens_have_graphs_of_their_own() -> None:
+    exact = prompt_shape(100, 2, has_long_context=True)
+    assert CHOOSER.choose(exact) == prompt_shape(128, 8, has_long_context=True)
+
+
 def test_without_graphs_nothing_is_chosen() -> None:
     assert ShapeChooser(()).choose(decode_shape(1)) is None
