@@ -114,7 +114,7 @@ class Chain:
         """Returns milliseconds of the chain; each product asks for `next_bytes` of the next."""
         outs = {shape.name: make_out(num_rows, shape, plans[shape.name]) for shape in self.shapes}
         rows = {
-            shape.name: torch.empty(num_rows, shape.num_inputs, device="cuda", dtype=torch.bfloat16)
+            shape.name: torch.randn(num_rows, shape.num_inputs, device="cuda").bfloat16()
             for shape in self.shapes
         }
         for out in outs.values():
