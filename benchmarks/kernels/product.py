@@ -33,7 +33,6 @@ from pdserve.kernels.product_timer import make_product_table
 BYTES_PER_S = 4.55e12  # measured read bandwidth of an H200
 FLOPS_PER_S = 780e12  # measured, bf16
 NUM_LAYERS = 32
-NEXT_MEBIBYTES = (4, 8, 12, 16, 24, 32)
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 NUM_COMPILE_THREADS = 16
 
@@ -196,19 +195,7 @@ def tune_chain(sweep: Sweep, chain: Chain, num_rows: int) -> dict[str, object]:
     }
     plans = {name: ranked[0] for name, ranked in finalists.items()}
     row["pdl_ms"] = chain.time(num_rows, plans, use_pdl=True)
-    best_ms, plans = improve(chain, num_rows, plans, finalists, 0)
-    row["tuned_ms"] = best_ms
-    by_bytes = {
-        mebibytes: chain.time(num_rows, plans, use_pdl=True, next_bytes=mebibytes << 20)
-        for mebibytes in NEXT_MEBIBYTES
-    }
-    row["by_next_mebibytes"] = by_bytes
-    mebibytes = min(by_bytes, key=lambda mebibytes: by_bytes[mebibytes])
-    row["next_ms"] = by_bytes[mebibytes]
-    if by_bytes[mebibytes] < best_ms:
-        best_ms, plans = improve(chain, num_rows, plans, finalists, mebibytes << 20)
-        row["next_mebibytes"] = mebibytes
-        row["next_tuned_ms"] = best_ms
+    row["tuned_ms"], plans = improve(chain, num_rows, plans, finalists)
     row["plans"] = plans
     return row
 
@@ -218,14 +205,13 @@ def improve(
     num_rows: int,
     plans: dict[str, Plan],
     finalists: dict[str, list[Plan]],
-    next_bytes: int,
 ) -> tuple[float, dict[str, Plan]]:
     """Changes one plan of the chain at a time for better; returns milliseconds and plans."""
-    best_ms = chain.time(num_rows, plans, use_pdl=True, next_bytes=next_bytes)
+    best_ms = chain.time(num_rows, plans, use_pdl=True)
     for shape in chain.shapes:
         for plan in (*finalists[shape.name], None):
             changed = {**plans, shape.name: plan}
-            milliseconds = chain.time(num_rows, changed, use_pdl=True, next_bytes=next_bytes)
+            milliseconds = chain.time(num_rows, changed, use_pdl=True)
             if milliseconds < best_ms * 0.998:
                 best_ms, plans = milliseconds, changed
     return best_ms, plans
@@ -257,9 +243,6 @@ def report(sweep: Sweep, chains: list[dict[str, object]], chain: Chain) -> None:
         assert isinstance(plans, dict)
         times = " ".join(f"{key[:-3]} {value:.3f}" for key, value in row.items() if "_ms" in key)
         print(f"M{row['num_rows']}: {times}", *(describe(plan) for plan in plans.values()))
-        by_bytes = row["by_next_mebibytes"]
-        assert isinstance(by_bytes, dict)
-        print("  next MiB", *(f"{size}:{ms:.3f}" for size, ms in by_bytes.items()))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, KernelName, ProductPlan
-from pdserve.kernels.small_product import NextWeights, small_product
+from pdserve.kernels.small_product import small_product
 
 # rows, outputs, inputs, splits
 SIZES = (
@@ -71,15 +71,7 @@ def check_values(kernel: KernelName) -> float:
                 continue
             for use_pdl in (False, True):
                 out = torch.full((num_splits, num_rows, num_outputs), torch.nan, device="cuda")
-                next_weights = NextWeights(weight=weight, plan=plan, max_bytes=1 << 20)
-                small_product(
-                    x,
-                    weight,
-                    out,
-                    plan,
-                    use_pdl=use_pdl,
-                    next_weights=next_weights if use_pdl else None,
-                )
+                small_product(x, weight, out, plan, use_pdl=use_pdl)
                 error = (out.double().sum(0) - expected).norm() / expected.norm()
                 if not error.item() < 1e-5:
                     print(f"WRONG {plan} {num_rows} rows, pdl {use_pdl}: {error.item():.2e}")

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from benchmarks.kernels.product_candidates import Shape
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_timer import time_graph
-from pdserve.kernels.small_product import NextWeights, small_product
+from pdserve.kernels.small_product import small_product
 
 Plan = ProductPlan | None
 """None is torch.mm."""
@@ -26,13 +26,12 @@ def multiply(
     out_SMN: Tensor,
     plan: Plan,
     use_pdl: bool,
-    next_weights: NextWeights | None = None,
 ) -> None:
     """Launches one product."""
     if plan is None:
         torch.mm(x, weight.T, out=out_SMN[0])
     else:
-        small_product(x, weight, out_SMN, plan, use_pdl=use_pdl, next_weights=next_weights)
+        small_product(x, weight, out_SMN, plan, use_pdl=use_pdl)
 
 
 def make_out(num_rows: int, shape: Shape, plan: Plan) -> Tensor:
@@ -108,13 +107,11 @@ class Chain:
     shapes: tuple[Shape, ...]
     weights: dict[str, list[Tensor]]
 
-    def time(
-        self, num_rows: int, plans: dict[str, Plan], *, use_pdl: bool, next_bytes: int = 0
-    ) -> float:
-        """Returns milliseconds of the chain; each product asks for `next_bytes` of the next."""
+    def time(self, num_rows: int, plans: dict[str, Plan], *, use_pdl: bool) -> float:
+        """Returns milliseconds of the chain."""
         outs = {shape.name: make_out(num_rows, shape, plans[shape.name]) for shape in self.shapes}
         rows = {
-            shape.name: torch.empty(num_rows, shape.num_inputs, device="cuda", dtype=torch.bfloat16)
+            shape.name: torch.randn(num_rows, shape.num_inputs, device="cuda").bfloat16()
             for shape in self.shapes
         }
         for out in outs.values():
@@ -128,15 +125,10 @@ class Chain:
 
         def launch() -> None:
             previous = self.shapes[-1]
-            for index, (shape, weight) in enumerate(products):
+            for shape, weight in products:
                 scale = 1 / (WEIGHT_SCALE * previous.num_inputs**0.5)
                 fold(outs[previous.name], rows[shape.name], scale, use_pdl)
-                following, next_weight = products[(index + 1) % len(products)]
-                plan = plans[shape.name]
-                next_weights = NextWeights(
-                    weight=next_weight, plan=plans[following.name], max_bytes=next_bytes
-                )
-                multiply(rows[shape.name], weight, outs[shape.name], plan, use_pdl, next_weights)
+                multiply(rows[shape.name], weight, outs[shape.name], plans[shape.name], use_pdl)
                 previous = shape
 
         milliseconds = time_graph(launch)

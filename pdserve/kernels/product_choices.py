@@ -10,7 +10,7 @@ from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, ProductPlan
 from pdserve.kernels.product_table import LayerShape, ProductTable, find_bucket
 
 # block_n, block_k, num_stages, num_warps by the largest number of rows they are tried for; the
-# order is that of an H200's sweep (benchmarks/results/product_sm90.json).
+# order is that of an H200's sweep (benchmarks/results/gpu_products.json).
 _STREAMED_RINGS = (
     (16, ((64, 256, 5, 4), (64, 128, 4, 4))),
     (32, ((64, 128, 8, 4), (64, 256, 4, 4))),

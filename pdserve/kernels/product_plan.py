@@ -12,8 +12,8 @@ MAX_ROW_KERNEL_ROWS = 8
 class ProductPlan:
     """One way to compute out[s, m, n] = sum over the s-th part of K of x[m, k] * weight[n, k].
 
-    Rounding depends on `kernel`, `num_splits` and, but for the streamed kernel, `block_k`; never
-    on the number of rows.
+    Rounding depends on `kernel`, `num_splits` and `block_k` (for the streamed kernel only through
+    where a split begins); never on the number of rows.
     """
 
     kernel: KernelName

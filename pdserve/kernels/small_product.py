@@ -6,7 +6,6 @@ up in the order of S, without atomics. A row's result depends on the plan, never
 rows. On Hopper the streamed kernel of `streamed_product` does the work.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,35 +24,6 @@ MAX_RING_BYTES = 224 * 1024  # of 227 KiB of shared memory a multiprocessor of s
 MAX_SUMS_PER_THREAD = 128  # float32 accumulators; more of them would spill
 MAX_STREAMED_WARPS = 8
 MAX_TILED_ROWS = 128
-
-
-SHARED_BYTES_PER_SM = 227 * 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NextWeights:
-    """The weights that the next product of the stream reads, worth requesting into L2 early."""
-
-    weight: Tensor
-    """[N, K], contiguous along K."""
-    plan: ProductPlan | None
-    """How the next product is cut up; None: torch's product."""
-    max_bytes: int
-    """Bytes to request; the memory reads them while the kernels between the products run."""
-
-    def bytes_per_segment(self) -> int:
-        """Returns how much to request of each row and split; 0 if rows are not aligned."""
-        num_outputs, num_inputs = self.weight.shape
-        if self.weight.stride(0) * self.weight.element_size() % 16:
-            return 0
-        segment = num_inputs
-        num_splits = 1
-        if self.plan is not None and self.plan.num_splits > 1:
-            num_splits = self.plan.num_splits
-            # a split begins up to a block behind its even share, and must not leave its row
-            segment = num_inputs // num_splits - self.plan.block_k
-        segment_bytes = max(segment, 0) * self.weight.element_size()
-        return min(self.max_bytes // (num_outputs * num_splits), segment_bytes) // 128 * 128
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_splits", "num_k_blocks"])
@@ -180,7 +150,6 @@ def small_product(
     plan: ProductPlan,
     *,
     use_pdl: bool = False,
-    next_weights: NextWeights | None = None,
 ) -> None:
     """Computes x @ weight^T, cut up as `plan` says.
 
@@ -191,14 +160,13 @@ def small_product(
         plan: tiles, splits and the kernel.
         use_pdl: launches before the previous kernel of the stream has ended; it must have called
             `griddepcontrol.launch_dependents`, and only x may depend on it.
-        next_weights: weights to request into L2 at the end; the portable kernels ignore them.
 
     Raises:
         ValueError: shapes, strides or dtypes do not go together, or the plan does not fit them.
     """
     _check(x_MK, weight_NK, out_SMN, plan)
     if plan.kernel == "streamed":
-        _launch_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl, next_weights)
+        _launch_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl)
         return
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
@@ -234,7 +202,8 @@ def small_product(
     num_m_tiles = triton.cdiv(num_rows, block_m)
     shared["num_warps"] = max(plan.num_warps, plan.block_n * block_m // (32 * 64))
     if x_MK.is_cuda:
-        limit = torch.cuda.get_device_properties(x_MK.device).shared_memory_per_block_optin
+        utils = triton.runtime.driver.active.utils
+        limit = utils.get_device_properties(x_MK.device.index)["max_shared_mem"]
         stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
         shared["num_stages"] = max(1, min(plan.num_stages, limit // stage_bytes))
     _tiled_product_kernel[(num_n_tiles * plan.num_splits * num_m_tiles,)](
@@ -248,7 +217,6 @@ def _launch_streamed(
     out_SMN: Tensor,
     plan: ProductPlan,
     use_pdl: bool,
-    next_weights: NextWeights | None,
 ) -> None:
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
@@ -262,12 +230,9 @@ def _launch_streamed(
     num_m_tiles = triton.cdiv(num_rows, block_m)
     num_units = triton.cdiv(num_outputs, plan.block_n) * plan.num_splits * num_m_tiles
     num_programs = num_units
-    num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
     if plan.programs_per_sm is not None:
+        num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
         num_programs = min(num_units, plan.programs_per_sm * num_sms)
-    # Only the programs of the last wave: what earlier ones fetched would be evicted again.
-    num_resident = max(1, SHARED_BYTES_PER_SM // (num_stages * stage_bytes + 2048)) * num_sms
-    next_arguments = _list_next_arguments(next_weights, max(0, num_programs - num_resident))
     streamed_product_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(weight_NK, [plan.block_n, plan.block_k], layout),
         TensorDescriptor.from_tensor(x_MK, [block_m, plan.block_k], layout),
@@ -278,34 +243,13 @@ def _launch_streamed(
         triton.cdiv(num_inputs, plan.block_k),
         num_m_tiles,
         num_units,
-        *next_arguments,
         BLOCK_N=plan.block_n,
         BLOCK_M=block_m,
         BLOCK_K=plan.block_k,
         NUM_STAGES=num_stages,
         USE_PDL=use_pdl,
-        HAS_NEXT=next_arguments[0] is not None,
         num_warps=num_warps,
         launch_pdl=use_pdl,
-    )
-
-
-def _list_next_arguments(
-    next_weights: NextWeights | None, first_program: int
-) -> tuple[Tensor | None, int, int, int, int, int, int, int]:
-    if next_weights is None or next_weights.bytes_per_segment() == 0:
-        return (None, 0, 0, 1, 0, 0, 0, 0)
-    weight, plan = next_weights.weight, next_weights.plan
-    num_splits, block_k = (1, 1) if plan is None else (plan.num_splits, plan.block_k)
-    return (
-        weight,
-        weight.shape[0],
-        weight.stride(0),
-        num_splits,
-        triton.cdiv(weight.shape[1], block_k),
-        block_k,
-        next_weights.bytes_per_segment(),
-        first_program,
     )
 
 

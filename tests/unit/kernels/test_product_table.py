@@ -56,6 +56,21 @@ def test_of_equal_times_torch_is_chosen() -> None:
     assert all(table.choose(QKV, num_rows) is None for num_rows in ROW_BUCKETS)
 
 
+def test_torch_must_be_quicker_by_the_margin() -> None:
+    def choose(torch_us: float) -> ProductPlan | None:
+        timer = make_timer(lambda shape, rows, splits: torch_us if splits is None else 10.0)
+        table = measure_table("h", [QKV], list_plans, timer, torch_margin=0.03)
+        return table.choose(QKV, 1)
+
+    assert choose(9.8) == make_plan(1)
+    assert choose(9.6) is None
+
+
+def test_without_a_plan_torch_is_chosen() -> None:
+    table = measure_table("h", [QKV], lambda *_: (), make_timer(lambda *_: 5.0))
+    assert table.choices[QKV][8] == Choice(plan=None, us=5.0, torch_us=5.0)
+
+
 def test_shapes_are_chosen_for_apart() -> None:
     def us(shape: LayerShape, num_rows: int, num_splits: int | None) -> float:
         return 1.0 if num_splits == (1 if shape == QKV else 2) else 2.0

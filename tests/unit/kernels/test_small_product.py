@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pdserve.kernels.product_plan import KernelName, ProductPlan
-from pdserve.kernels.small_product import NextWeights, small_product
+from pdserve.kernels.small_product import small_product
 
 
 def make_plan(kernel: KernelName, num_splits: int, block_k: int = 32) -> ProductPlan:
@@ -131,37 +131,3 @@ def test_the_streamed_kernel_refuses_rows_that_the_copy_engine_cannot_address() 
 def test_the_streamed_kernel_refuses_floats_of_32_bits() -> None:
     with pytest.raises(ValueError, match="16-bit"):
         multiply(torch.zeros(2, 64), torch.zeros(64, 64), STREAMED)
-
-
-@pytest.mark.parametrize(
-    ("num_splits", "max_bytes", "expected"),
-    [
-        (1, 1 << 30, 2048),  # whole rows of 1,024 inputs
-        (2, 1 << 30, 896),  # half a row less a block of 64
-        (2, 2 * 100 * 300, 256),  # 300 bytes a row and split, in whole lines of 128
-        (2, 100, 0),
-    ],
-)
-def test_next_weights_are_requested_by_whole_lines_within_their_rows(
-    num_splits: int, max_bytes: int, expected: int
-) -> None:
-    plan = ProductPlan(
-        kernel="streamed", num_splits=num_splits, block_n=64, block_k=64, num_stages=4, num_warps=4
-    )
-    weight = torch.zeros(100, 1024, dtype=torch.bfloat16)
-    following = NextWeights(weight=weight, plan=plan, max_bytes=max_bytes)
-    assert following.bytes_per_segment() == expected
-
-
-def test_next_weights_in_rows_that_are_not_aligned_are_not_requested() -> None:
-    weight = torch.zeros(100, 1001, dtype=torch.bfloat16)
-    assert NextWeights(weight=weight, plan=None, max_bytes=1 << 30).bytes_per_segment() == 0
-
-
-def test_the_portable_kernels_ignore_the_next_weights() -> None:
-    x, weight = make_operands(3, 20, 64)
-    out = torch.empty(1, 3, 20)
-    plan = make_plan("tiled", 1)
-    following = NextWeights(weight=weight, plan=plan, max_bytes=1 << 20)
-    small_product(x, weight, out, plan, next_weights=following)
-    torch.testing.assert_close(out[0], x @ weight.T)
