@@ -49,10 +49,16 @@ def decode_kernel(
 ):
     """Computes one program's pieces; `pdserve.kernels.decode_shares` says which."""
     GROUPS: tl.constexpr = (GT + ROWS - 1) // ROWS
-    HEADS: tl.constexpr = J * GROUPS
+    TEAM: tl.constexpr = J * GROUPS
+    team = tl.program_id(0) // TEAM
+    num_teams = tl.num_programs(0) // TEAM
+    head = tl.program_id(0) % TEAM // GROUPS
+    first_row = tl.program_id(0) % GROUPS * ROWS
     offs_b = tl.arange(0, BATCH_PAD)
     all_tiles = count_tiles(lengths_ptr, batch, T, TILE, WINDOW, BATCH_PAD)
-    ends, share, place, stop = _deal_out(all_tiles, least_tiles, HEADS, max_splits, IS_BALANCED)
+    ends, share, place, stop = _deal_out(
+        all_tiles, team, num_teams, least_tiles, max_splits, IS_BALANCED
+    )
     is_first = True
     while place < stop:
         sequence = tl.sum((ends <= place).to(tl.int32), 0)
@@ -60,12 +66,20 @@ def decode_kernel(
         origin = first_token(length, T, TILE, WINDOW)
         tiles = tl.cdiv(length - origin, TILE)
         inside = place - tl.max(tl.where(offs_b < sequence, ends, 0), 0)
-        unit, first_tile, num_tiles, piece, num_pieces, next_place = _find_piece(
-            place, inside, stop, tiles, share, HEADS, max_splits, IS_BALANCED
-        )
+        if IS_BALANCED:
+            first_tile = inside
+            num_tiles = tl.minimum(tiles - inside, stop - place)
+            piece = team - (place - inside) // share
+            num_pieces = count_pieces(place - inside, tiles, share)
+            place += num_tiles
+        else:
+            num_tiles = split_tiles(tiles, share, max_splits)
+            first_tile = inside * num_tiles
+            piece = inside
+            num_pieces = tl.cdiv(tiles, num_tiles)
+            place += num_teams
         start = origin + first_tile * TILE
         end = tl.minimum(start + num_tiles * TILE, length)
-        head = unit // GROUPS
         table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
         blocks = load_blocks(table_ptr, start, end, BLOCK_SIZE, TILE)
         # Lengths and tables were written kernels ago; queries and this step's KV were not.
@@ -80,7 +94,7 @@ def decode_kernel(
             gdc_launch_dependents()
             is_first = False
 
-        rows = unit % GROUPS * ROWS + tl.arange(0, ROWS)
+        rows = first_row + tl.arange(0, ROWS)
         offs_d = tl.arange(0, D_PAD)
         row_mask = (rows < GT)[:, None] & (offs_d < D)[None, :]
         q_offsets = _row_offsets(sequence, head, rows, offs_d, q_stride, GT, T, D)
@@ -114,7 +128,6 @@ def decode_kernel(
             part = ((sequence * J + head).to(tl.int64) * max_splits + piece) * GT + rows
             tl.store(partials_ptr + part[:, None] * D + offs_d[None, :], out, mask=row_mask)
             tl.store(log_sums_ptr + part, top + tl.log2(total), mask=rows < GT)
-        place = next_place
     # A program without work must wait as well: the kernel behind takes it for all before it.
     if USE_PDL:
         gdc_wait()
@@ -122,52 +135,19 @@ def decode_kernel(
 
 
 @triton.jit
-def _deal_out(all_tiles, least_tiles, HEADS: tl.constexpr, max_splits, IS_BALANCED: tl.constexpr):
-    """Returns where each sequence's places end, the size of a share, and the program's places.
+def _deal_out(all_tiles, team, num_teams, least_tiles, max_splits, IS_BALANCED: tl.constexpr):
+    """Returns where each sequence's places end, the size of a share, and the team's places.
 
-    A place is a tile of some sequence and head, or a split of a fixed size.
+    A place is a tile of some sequence, or a split of a fixed size.
     """
     if IS_BALANCED:
-        share = share_tiles(all_tiles, tl.num_programs(0), least_tiles, HEADS, max_splits)
-        ends = tl.cumsum(all_tiles, 0) * HEADS
-        place = tl.program_id(0) * share
-        return ends, share, place, tl.minimum(place + share, tl.max(ends, 0))
+        share = share_tiles(all_tiles, num_teams, least_tiles, max_splits)
+        ends = tl.cumsum(all_tiles, 0)
+        return ends, share, team * share, tl.minimum(team * share + share, tl.max(ends, 0))
     else:
         num_splits = tl.cdiv(all_tiles, split_tiles(all_tiles, least_tiles, max_splits))
-        ends = tl.cumsum(num_splits, 0) * HEADS
-        return ends, least_tiles, tl.program_id(0), tl.max(ends, 0)
-
-
-@triton.jit
-def _find_piece(
-    place,
-    inside,
-    stop,
-    tiles,
-    share,
-    HEADS: tl.constexpr,
-    max_splits,
-    IS_BALANCED: tl.constexpr,
-):
-    """Returns what lies at a place, `inside` of its sequence's places.
-
-    That is: head and row group, first tile, number of tiles, the piece's number, the number of
-    pieces of this sequence and head, and the program's next place.
-    """
-    if IS_BALANCED:
-        first_tile = inside % tiles
-        num_tiles = tl.minimum(tiles - first_tile, stop - place)
-        unit_start = place - first_tile
-        piece = tl.program_id(0) - unit_start // share
-        num_pieces = count_pieces(unit_start, tiles, share)
-        return inside // tiles, first_tile, num_tiles, piece, num_pieces, place + num_tiles
-    else:
-        # Heads of one split run side by side: they lie in the same blocks.
-        piece = inside // HEADS
-        num_tiles = split_tiles(tiles, share, max_splits)
-        num_pieces = tl.cdiv(tiles, num_tiles)
-        next_place = place + tl.num_programs(0)
-        return inside % HEADS, piece * num_tiles, num_tiles, piece, num_pieces, next_place
+        ends = tl.cumsum(num_splits, 0)
+        return ends, least_tiles, team, tl.max(ends, 0)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pdserve.kernels.decode_shares import count_pieces, count_tiles, share_tiles, split_tiles
 
 
-@triton.jit(do_not_specialize=["batch", "num_programs", "least_tiles", "max_splits"])
+@triton.jit(do_not_specialize=["batch", "num_teams", "least_tiles", "max_splits"])
 def merge_pieces_kernel(
     lengths_ptr,
     partials_ptr,
@@ -18,7 +18,7 @@ def merge_pieces_kernel(
     out_ptr,
     out_stride,
     batch,
-    num_programs,
+    num_teams,
     least_tiles,
     max_splits,
     J: tl.constexpr,
@@ -26,7 +26,6 @@ def merge_pieces_kernel(
     T: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     BATCH_PAD: tl.constexpr,
@@ -37,7 +36,6 @@ def merge_pieces_kernel(
 ):
     """Merges some rows of one sequence and KV head; rows of a single piece are already done."""
     G: tl.constexpr = GT // T
-    GROUPS: tl.constexpr = (GT + ROWS - 1) // ROWS
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     rows = tl.program_id(2) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
@@ -45,11 +43,9 @@ def merge_pieces_kernel(
     offs_b = tl.arange(0, BATCH_PAD)
     tiles = tl.sum(tl.where(offs_b == sequence, all_tiles, 0), 0)
     if IS_BALANCED:
-        share = share_tiles(all_tiles, num_programs, least_tiles, J * GROUPS, max_splits)
-        before = tl.sum(tl.where(offs_b < sequence, all_tiles, 0), 0)
-        group = tl.program_id(2) * MERGE_ROWS // ROWS
-        unit_start = before * (J * GROUPS) + (head * GROUPS + group) * tiles
-        num_pieces = count_pieces(unit_start, tiles, share)
+        share = share_tiles(all_tiles, num_teams, least_tiles, max_splits)
+        start = tl.sum(tl.where(offs_b < sequence, all_tiles, 0), 0)
+        num_pieces = count_pieces(start, tiles, share)
     else:
         num_pieces = tl.cdiv(tiles, split_tiles(tiles, least_tiles, max_splits))
     if USE_PDL:

@@ -1,11 +1,13 @@
 """How the KV of a batch is dealt out to the programs of a decode launch.
 
-Each sequence's KV is counted in tiles from where its oldest query's reach begins. Either the tiles
-of all sequences and heads are laid end to end and cut into equal shares, one for each program
-(Stream-K, https://arxiv.org/abs/2301.03598), or each sequence is cut into splits of a fixed size.
-The kernel and the one that merges its pieces compute the same cuts from the lengths alone.
+Programs come in teams of one for each KV head (and group of its rows): a team's programs read the
+same blocks at the same time, so that memory is read in whole rows. Each sequence's KV is counted in
+tiles from where its oldest query's reach begins. Either the tiles of all sequences are laid end to
+end and cut into equal shares, one for each team (Stream-K, https://arxiv.org/abs/2301.03598), or
+each sequence is cut into splits of a fixed size. The kernel and the one that merges its pieces
+compute the same cuts from the lengths alone.
 
-Letters: T query tokens per sequence, B sequences; HEADS is KV heads times groups of their rows.
+Letters: T query tokens per sequence, B sequences.
 """
 
 import triton
@@ -44,14 +46,14 @@ def count_tiles(
 
 
 @triton.jit
-def share_tiles(tiles, num_programs, least_tiles, HEADS: tl.constexpr, max_splits):
-    """Returns the tiles of each program's share; no sequence is cut into more than max_splits."""
-    share = tl.cdiv(tl.sum(tiles, 0) * HEADS, num_programs)
+def share_tiles(tiles, num_teams, least_tiles, max_splits):
+    """Returns the tiles of each team's share; no sequence is cut into more than max_splits."""
+    share = tl.cdiv(tl.sum(tiles, 0), num_teams)
     share = tl.maximum(share, tl.cdiv(tl.max(tiles, 0), max_splits - 1))
     return tl.maximum(share, least_tiles)
 
 
 @triton.jit
-def count_pieces(unit_start, tiles, share):
-    """Returns how many shares the tiles of one sequence and head touch."""
-    return (unit_start + tiles - 1) // share - unit_start // share + 1
+def count_pieces(start, tiles, share):
+    """Returns how many shares the tiles of a sequence touch that begin at `start`."""
+    return (start + tiles - 1) // share - start // share + 1

@@ -1,15 +1,15 @@
 """Causal attention of long chunks: KV gathered from its blocks, then cuDNN's dense kernel.
 
-On an H200 cuDNN's kernel runs at 620 TFLOP/s where the paged one of
-`pdserve.kernels.prefill_attention` reaches 430, and a gather is 3 % of its time at 8192 tokens. It
-knows no paged KV, no window and no soft cap, only top-left causal masks, and builds a plan for
-every new pair of lengths. So lengths are rounded up to buckets:
+On an H200 it runs at 595 TFLOP/s for 8192 tokens and 660 for 32768, gather included, where the
+paged kernel of `pdserve.kernels.prefill_attention` reaches 400 to 430. But cuDNN knows no paged KV,
+no window, no soft cap and only top-left causal masks, and spends 70 ms of host time on the plan of
+every new batch and pair of lengths. So lengths are rounded up to buckets:
 
     cached:  [ far: whole buckets, seen by every query | rest ]
     near:                                              [ rest | chunk | padding ]   causal
 
 The rest of the cached tokens has dummy queries, which make the mask of `near` top-left; what the
-chunk's queries get from both parts is joined by the logarithms of their sums.
+queries get from both parts is joined by the logarithms of their sums.
 
 Letters: T query tokens, S slots, N KV tokens, H query heads, J KV heads, D head dim, B sequences.
 """
@@ -23,13 +23,37 @@ from torch.nn import functional
 from pdserve.kernels.reference import gather_blocks
 
 BUCKET_TOKENS = 256
-LEAST_TOKENS = 1024
-"""Shorter chunks are quicker in the paged kernel."""
+LEAST_TOKENS = 2048
+"""Shorter chunks are as quick in the paged kernel."""
+LEAST_TOKENS_BEHIND_OTHERS = 4096
+"""Lengths of cached tokens are many, and each costs a plan: only long chunks win that back."""
 
 
-def is_dense_faster(num_queries: int, head_dim: int, dtype: torch.dtype) -> bool:
+def is_dense_faster(num_queries: int, context: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether chunks without window and soft cap should come here; measured on sm_90."""
-    return num_queries >= LEAST_TOKENS and head_dim in (64, 128) and dtype.itemsize == 2
+    least = LEAST_TOKENS_BEHIND_OTHERS if context else LEAST_TOKENS
+    return num_queries >= least and head_dim in (64, 128) and dtype.itemsize == 2
+
+
+def build_plans(
+    max_query_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> int:
+    """Has cuDNN plan all buckets of single chunks that nothing is before, 70 ms each.
+
+    Returns:
+        How many there are.
+    """
+    buckets = range(LEAST_TOKENS, max_query_tokens + BUCKET_TOKENS, BUCKET_TOKENS)
+    for num_tokens in buckets:
+        q = torch.zeros(1, num_tokens, num_heads, head_dim, dtype=dtype, device=device)
+        kv = torch.zeros(1, num_tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
+        _attend(q, kv, kv, 1.0, is_causal=True)
+    return len(buckets)
 
 
 def dense_attention(
@@ -77,15 +101,13 @@ def dense_attention(
         scale,
         is_causal=True,
     )
-    near = near[:, rest : rest + num_queries]
     if far_tokens:
         far, far_log_sums = _attend(
-            q_BTHD, keys_BNJD[:, :far_tokens], values_BNJD[:, :far_tokens], scale, is_causal=False
+            near_q, keys_BNJD[:, :far_tokens], values_BNJD[:, :far_tokens], scale, is_causal=False
         )
-        near_log_sums = near_log_sums[:, :, rest : rest + num_queries]
         for row in range(batch):
             _join(near[row], far[row], near_log_sums[row], far_log_sums[row])
-    return near
+    return near[:, rest : rest + num_queries]
 
 
 def _fit(kv_BNJD: Tensor, first: int, num_tokens: int, num_written: int) -> Tensor:

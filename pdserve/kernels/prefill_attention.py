@@ -55,11 +55,27 @@ def make_scratch(
     )
 
 
-def tuning_for(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
-    """Returns a tuning that fits the shared memory and registers of sm_80 and later."""
-    if head_dim * dtype.itemsize <= 256:
-        return PrefillTuning()
-    return PrefillTuning(tile_queries=64, tile_tokens=32, num_warps=4, num_stages=2)
+FEW_ROWS = 256
+"""Launches of no more rows leave processors idle with large tiles, and more so behind much KV."""
+LONG_CONTEXT_TOKENS = 1024
+
+
+def tuning_for(num_rows: int, head_dim: int, dtype: torch.dtype) -> PrefillTuning:
+    """Returns the quickest tiles; for any number of rows a row's bits are the same."""
+    if head_dim * dtype.itemsize > 256:
+        return PrefillTuning(tile_queries=64, tile_tokens=32, num_warps=4, num_stages=2)
+    if num_rows <= FEW_ROWS:
+        return PrefillTuning(tile_queries=64, num_warps=4)
+    return PrefillTuning()
+
+
+def splits_for(num_rows: int, max_context: int) -> int:
+    """Returns the quickest number of splits, where bits may depend on how prompts are cut.
+
+    On an H200 128 tokens behind 4096 take 39 us with two splits and 74 with one; more only add
+    traffic.
+    """
+    return 2 if num_rows <= FEW_ROWS and max_context >= LONG_CONTEXT_TOKENS else 1
 
 
 def prefill_attention(
@@ -100,7 +116,7 @@ def prefill_attention(
         num_splits: parts that the KV of each tile is cut into, for launches of too few tiles to
             fill the device. A row's bits depend on it, and with 2 or more on its chunk.
         scratch: of `make_scratch`; needed for 2 or more splits.
-        tuning: None for the defaults. A row's bits depend on it.
+        tuning: None for those of `tuning_for`.
         use_pdl: whether the launch may begin before the kernel ahead of it has ended (sm_90).
     """
     num_rows, num_heads, head_dim = q_MHD.shape
@@ -109,7 +125,7 @@ def prefill_attention(
     assert scale > 0.0
     assert keys_SJD.stride() == values_SJD.stride()
     assert keys_SJD.stride()[1:] == (head_dim, 1) == q_MHD.stride()[1:] == out_MHD.stride()[1:]
-    tuning = tuning_for(head_dim, q_MHD.dtype) if tuning is None else tuning
+    tuning = tuning_for(num_rows, head_dim, q_MHD.dtype) if tuning is None else tuning
     tile = tuning.tile_queries
     num_tiles = min(
         triton.cdiv(num_rows, tile) + batch - 1, batch * triton.cdiv(max_query_tokens, tile)

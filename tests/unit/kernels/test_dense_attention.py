@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.paged import BLOCK_SIZE, attend_exactly, make_paged_kv, relative_error
-from pdserve.kernels.dense_attention import dense_attention, is_dense_faster
+from pdserve.kernels.dense_attention import build_plans, dense_attention, is_dense_faster
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -42,7 +42,13 @@ def test_parts_of_very_unequal_weight_are_joined_right(gain: float) -> None:
 
 
 def test_short_chunks_and_single_precision_stay_with_the_paged_kernel() -> None:
-    assert is_dense_faster(2048, 128, torch.bfloat16)
-    assert not is_dense_faster(512, 128, torch.bfloat16)
-    assert not is_dense_faster(2048, 128, torch.float32)
-    assert not is_dense_faster(2048, 80, torch.bfloat16)
+    assert is_dense_faster(2048, 0, 128, torch.bfloat16)
+    assert not is_dense_faster(512, 0, 128, torch.bfloat16)
+    assert not is_dense_faster(2048, 2048, 128, torch.bfloat16)
+    assert is_dense_faster(4096, 2048, 128, torch.bfloat16)
+    assert not is_dense_faster(8192, 0, 128, torch.float32)
+    assert not is_dense_faster(8192, 0, 80, torch.bfloat16)
+
+
+def test_all_buckets_up_to_the_longest_chunk_are_planned() -> None:
+    assert build_plans(2500, 2, 1, 64, DTYPE, DEVICE) == 3
