@@ -8,8 +8,9 @@ from pdserve.cuda.sampling import SampleSlot
 from pdserve.cuda.scoring import PromptTargets
 from pdserve.cuda.step_inputs import InputWriter, PromptInputs, StepInputs, slots_of
 from pdserve.cuda.step_rows import PromptChunk
-from pdserve.cuda.step_shape import LONG_CONTEXT_TOKENS, ShapeChooser, StepShape
+from pdserve.cuda.step_shape import ShapeChooser, StepShape
 from pdserve.engine.batch import SequenceSlice, StepPlan
+from pdserve.kernels.prefill_attention import LONG_CONTEXT_TOKENS
 from pdserve.request import RequestId
 
 

@@ -12,16 +12,22 @@ from torch import Tensor
 
 from pdserve.cuda.step_rows import PromptChunk, PromptRows, StepRows
 from pdserve.kernels.decode_attention import DecodeScratch, decode_attention
-from pdserve.kernels.dense_attention import dense_attention, is_dense_faster
-from pdserve.kernels.prefill_attention import PrefillScratch, PrefillTuning, prefill_attention
+from pdserve.kernels.dense_attention import (
+    BUCKET_TOKENS,
+    LEAST_TOKENS,
+    dense_attention,
+    is_dense_faster,
+)
+from pdserve.kernels.prefill_attention import (
+    FEW_ROWS,
+    LONG_CONTEXT_TOKENS,
+    PrefillScratch,
+    prefill_attention,
+    splits_for,
+)
 
-SPLIT_ROWS = 1024
-"""Rows times splits of a launch of prompts, at most: few rows cannot fill the GPU by themselves."""
-SPLIT_PROGRAMS = 128
-DENSE_ROWS = 2048
-"""Least tokens of a chunk that goes to the library's kernel."""
-DENSE_STEP = 256
-"""Sizes of such chunks are rounded up to it."""
+SPLIT_ROWS = FEW_ROWS * splits_for(FEW_ROWS, LONG_CONTEXT_TOKENS)
+"""Rows times splits of a launch of prompts, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +194,7 @@ class AttentionRoom:
         It takes 70 ms of the host for each new pair of lengths: so behind cached tokens only whole
         steps of a long prompt go there, and all that may go there went there at start.
         """
-        if chunk.num_rows < DENSE_ROWS or not is_dense_faster(chunk.num_rows, head_dim, dtype):
+        if not is_dense_faster(chunk.num_rows, chunk.context, head_dim, dtype):
             return False
         if chunk.context == 0:
             return chunk.num_rows <= self._max_rows
@@ -203,7 +209,7 @@ class AttentionRoom:
         chunks = [
             *(
                 PromptChunk(num_rows=rows, context=0)
-                for rows in range(DENSE_ROWS, self._max_rows + 1, DENSE_STEP)
+                for rows in range(LEAST_TOKENS, self._max_rows + 1, BUCKET_TOKENS)
             ),
             *(PromptChunk(num_rows=self._max_rows, context=context) for context in contexts),
         ]
@@ -242,18 +248,16 @@ class AttentionRoom:
             block_size=self._block_size,
             scale=self._scale,
             window=layer.window,
-            num_splits=self._num_splits(q_MHD) if prompt.has_long_context else 1,
+            num_splits=self._num_splits(q_MHD.shape[0], has_long_context=prompt.has_long_context),
             scratch=self._prompt_scratch,
             use_pdl=self._use_pdl,
         )
 
-    def _num_splits(self, q_MHD: Tensor) -> int:
+    def _num_splits(self, num_rows: int, *, has_long_context: bool) -> int:
         """Returns into how many parts the KV of prompts is cut."""
-        num_rows, num_heads, _ = q_MHD.shape
         if self._split_tokens is not None:
             return 1
-        num_tiles = -(-num_rows // PrefillTuning().tile_queries)
-        return max(1, min(SPLIT_PROGRAMS // (num_tiles * num_heads), SPLIT_ROWS // num_rows, 8))
+        return splits_for(num_rows, LONG_CONTEXT_TOKENS if has_long_context else 0)
 
     def _attend_dense(
         self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows, out_MHD: Tensor, run: _Run

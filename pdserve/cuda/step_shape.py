@@ -8,7 +8,6 @@ PROMPT_BUCKETS = (64, 128, 256, 512)
 """Rows of graphs for prompts. Behind 512 rows the device is slower than the launches."""
 GRAPH_PROMPTS = 8
 """Most sequences in them."""
-LONG_CONTEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
