@@ -8,6 +8,7 @@ Floors and vLLM's figures were measured on the same kind of machine: one H200.
 """
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -248,6 +249,7 @@ def main() -> int:
             )
         rows += bench.rows
         del bench
+        gc.collect()
         torch.cuda.empty_cache()
     if "deterministic" in parts:
         bench = Bench(deterministic=True)

@@ -3,7 +3,7 @@
 Letters: M rows, H query heads, J KV heads, D head dim, S slots, B prompts, T tokens of each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.cuda.step_rows import PromptChunk, PromptRows, StepRows
-from pdserve.kernels.decode_attention import DecodeScratch, decode_attention
+from pdserve.kernels.decode_attention import DecodeScratch, DecodeTuning, decode_attention
 from pdserve.kernels.dense_attention import (
     BUCKET_TOKENS,
     LEAST_TOKENS,
@@ -28,6 +28,15 @@ from pdserve.kernels.prefill_attention import (
 
 SPLIT_ROWS = FEW_ROWS * splits_for(FEW_ROWS, LONG_CONTEXT_TOKENS)
 """Rows times splits of a launch of prompts, at most."""
+
+
+LARGE_BATCH = 32
+LARGE_BATCH_TUNING = DecodeTuning(tile_tokens=32, num_warps=2, num_stages=4, programs_per_sm=4)
+
+
+def decode_tuning_for(batch: int) -> DecodeTuning:
+    """Returns how decode attention of so many sequences is cut; measured inside of whole steps."""
+    return DecodeTuning() if batch < LARGE_BATCH else LARGE_BATCH_TUNING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +88,8 @@ class AttentionRoom:
             max_rows: of one step.
             use_pdl: whether kernels may start while the ones before them drain.
         """
+        self.tune_decode: Callable[[int], DecodeTuning] = decode_tuning_for
+        """By the number of sequences; in deterministic mode the default is taken for all."""
         self._decode_scratch = decode_scratch
         self._prompt_scratch = prompt_scratch
         self._block_size = block_size
@@ -154,6 +165,7 @@ class AttentionRoom:
             scale=self._scale,
             window=layer.window,
             split_tokens=self._split_tokens,
+            tuning=self.tune_decode(q_BHD.shape[0]) if self._split_tokens is None else None,
             # Lengths may be the doing of the kernel just before.
             use_pdl=self._use_pdl and may_overlap,
         )

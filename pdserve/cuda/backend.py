@@ -182,13 +182,7 @@ def _fit_kv(
     lasting_bytes = torch.cuda.memory_allocated(device.torch_device)
     trial.compute_largest()
     passing_bytes = torch.cuda.max_memory_allocated(device.torch_device) - lasting_bytes
-    graph_bytes = 0
-    if parts.shapes:
-        on_trial = parts.shapes[:: max(1, len(parts.shapes) - 1)]
-        first = make_runner(job, parts, scrap, on_trial[:1]).capture()
-        both = make_runner(job, parts, scrap, on_trial).capture()
-        each = max(MIB, both.num_bytes - first.num_bytes, both.num_bytes // len(on_trial))
-        graph_bytes = first.num_bytes + each * len(parts.shapes)
+    graph_bytes = _measure_graphs(job, parts, scrap)
     del trial, scrap
     free_bytes = device.free_bytes()
     picture = MemoryPicture(
@@ -212,6 +206,19 @@ def _fit_kv(
         wished_bytes=job.engine.kv_cache_memory_bytes,
         wished_tokens=job.engine.max_model_len,
     )
+
+
+def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
+    """Returns the bytes that all graphs will take, by the largest one and the smallest."""
+    if not parts.shapes:
+        return 0
+    taken: list[int] = []
+    for shapes in (parts.shapes[:1], (parts.shapes[0], parts.shapes[-1])):
+        trial = make_runner(job, parts, scrap, shapes)
+        taken.append(trial.capture().num_bytes)
+        trial.drop_graphs()
+    first, both = taken
+    return first + max(MIB, both - first, both // 2) * len(parts.shapes)
 
 
 def _check(job: LoadJob) -> None:

@@ -7,6 +7,7 @@ The tensors a graph reads and writes are the runner's own, at fixed places; what
 to step (rows, lengths, tables) is read on the device.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,21 +59,34 @@ class GraphSet:
         """Captures shapes in their order."""
         started_s = time.perf_counter()
         before = self._device.free_bytes()
-        for shape in shapes:
-            # Compiles kernels and makes libraries allocate what a capture must not.
-            self._send_padding(shape)
-            self._compute(shape)
-            self._device.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
-                logits = self._compute(shape)
-            self._graphs[shape] = _Graph(graph, logits)
+        # A graph of old that the collector finds while another is captured would break the capture.
+        gc.collect()
+        gc.disable()
+        try:
+            for shape in shapes:
+                self._capture(shape)
+        finally:
+            gc.enable()
         self._device.synchronize()
         return CaptureReport(
             num_graphs=len(shapes),
             seconds=time.perf_counter() - started_s,
             num_bytes=before - self._device.free_bytes(),
         )
+
+    def drop(self) -> None:
+        """Gives up all graphs, and the memory that they hold."""
+        self._graphs.clear()
+
+    def _capture(self, shape: StepShape) -> None:
+        # Compiles kernels and makes libraries allocate what a capture must not.
+        self._send_padding(shape)
+        self._compute(shape)
+        self._device.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+            logits = self._compute(shape)
+        self._graphs[shape] = _Graph(graph, logits)
 
     def replay(self, shape: StepShape) -> Tensor | None:
         """Launches a captured shape; returns its logits."""

@@ -81,7 +81,7 @@ class CudaModel:
         self._tables = tables
         self._workspace = workspace
         self._products = products
-        self._attention = attention
+        self.attention = attention
         self._use_pdl = use_pdl
 
     @torch.inference_mode()
@@ -122,7 +122,7 @@ class CudaModel:
         for index, (layer, next_gain_E) in enumerate(zip(weights.layers, gains, strict=True)):
             read = self._store(index, layer, rows, buffers, kv)
             if index < last or rows.sample_rows_R is None:
-                self._attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+                self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
             elif rows.sample_rows_R.shape[0] == 0:
                 return None
             else:
@@ -168,11 +168,11 @@ class CudaModel:
         """Attends in the last layer; returns the buffers of the rows that go on."""
         picked = self._workspace.picked(wanted_R.shape[0], buffers.inner_MN)
         torch.index_select(buffers.residual_ME, 0, wanted_R, out=picked.residual_ME)
-        if self._attention.can_attend_for_last_rows(rows):
+        if self.attention.can_attend_for_last_rows(rows):
             torch.index_select(buffers.q_MHD, 0, wanted_R, out=picked.q_MHD)
-            self._attention.attend_for_last_rows(picked.q_MHD, read, rows, picked.heads_MHD)
+            self.attention.attend_for_last_rows(picked.q_MHD, read, rows, picked.heads_MHD)
         else:
-            self._attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+            self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
             torch.index_select(buffers.heads_MHD, 0, wanted_R, out=picked.heads_MHD)
         return picked
 

@@ -133,9 +133,16 @@ class CudaRunner:
         """Computes a step and waits for it."""
         return self.launch(plan).result()
 
-    def capture(self) -> CaptureReport:
-        """Captures all graphs; no step may be in flight. No KV is written."""
-        return self._graphs.capture(self._shapes)
+    def capture(self, shapes: Sequence[StepShape] | None = None) -> CaptureReport:
+        """Captures graphs, by default all; no step may be in flight. No KV is written.
+
+        What was captured before is captured anew.
+        """
+        return self._graphs.capture(self._shapes if shapes is None else shapes)
+
+    def drop_graphs(self) -> None:
+        """Gives up all graphs; for a runner that was only a trial."""
+        self._graphs.drop()
 
     def compute(self, plan: StepPlan) -> CudaStep:
         """Does this rank's part of a step."""

@@ -32,7 +32,9 @@ PARAMS = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny64")
-    return make_tiny(path, "llama", hidden=256, heads=4, kv_heads=2, intermediate=512)
+    return make_tiny(
+        path, "llama", hidden=256, heads=4, kv_heads=2, intermediate=512, max_position=4096
+    )
 
 
 def settings(folder: Path, **over: object) -> EngineConfig:
