@@ -18,7 +18,6 @@ from benchmarks.kernels.attention_checks import (
     LLAMA,
     RAGGED,
     check_decode,
-    check_dense,
     check_prefill,
     make_checks,
     make_queries,
@@ -39,22 +38,20 @@ Shape = tuple[int, int]
 DECODE_TUNINGS = [
     DecodeTuning(tile_tokens=tile, num_warps=warps, num_stages=stages, programs_per_sm=programs)
     for tile, warps, stages, programs in [
-        (16, 1, 3, 10),
-        (16, 1, 3, 8),
-        (16, 1, 3, 6),
-        (16, 1, 4, 7),
-        (16, 1, 4, 5),
-        (16, 1, 6, 4),
-        (32, 1, 3, 6),
-        (32, 1, 3, 4),
-        (32, 1, 4, 4),
-        (32, 2, 3, 6),
         (32, 2, 4, 4),
+        (32, 2, 5, 3),
+        (32, 2, 6, 2),
+        (16, 1, 6, 4),
+        (16, 1, 5, 5),
+        (16, 2, 6, 4),
+        (16, 2, 8, 3),
+        (32, 1, 4, 4),
+        (32, 4, 4, 4),
         (32, 4, 6, 2),
+        (64, 2, 4, 2),
         (64, 4, 3, 3),
         (64, 4, 4, 2),
-        (64, 8, 4, 2),
-        (128, 8, 3, 1),
+        (64, 4, 6, 1),
     ]
 ]
 PREFILL_TUNINGS = [
@@ -140,7 +137,6 @@ def check_some(record: Record) -> None:
         "decode T=3": lambda: check_decode(LLAMA, (5, 70), queries=3, window=20, split_tokens=32),
         "prefill": lambda: check_prefill(LLAMA, ((0, 33), (77, 1), (64, 70))),
         "prefill splits": lambda: check_prefill(LLAMA, ((0, 33), (200, 70)), num_splits=2),
-        "dense": lambda: check_dense(300, 100),
     }
     print("errors:", *(f"[{key} {show(record.run('some', key, jobs[key]), 4)}]" for key in jobs))
 
@@ -173,11 +169,11 @@ def tabulate_decode(record: Record) -> None:
             "fixed 256": lambda t=timer: t.time(tuning, 256),  # type: ignore[misc]
             "fixed 512": lambda t=timer: t.time(tuning, 512),  # type: ignore[misc]
         }
-        for least in (1, 2, 8):
+        for least in (2, 4):
             trials[f"least {least}"] = lambda t=timer, least=least: t.time(  # type: ignore[misc]
                 replace(tuning, least_tiles=least)
             )
-        for ahead in (1, 4):
+        for ahead in (1,):
             trials[f"prefetch {ahead}"] = lambda t=timer, ahead=ahead: t.time(  # type: ignore[misc]
                 replace(tuning, prefetched_tiles=ahead)
             )

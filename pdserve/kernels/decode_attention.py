@@ -31,18 +31,18 @@ CPU_PROGRAMS = 6
 class DecodeTuning:
     """How a launch is cut; the defaults are the best measured on an H200."""
 
-    tile_tokens: int = 16
+    tile_tokens: int = 32
     """KV tokens that are read at once."""
-    num_warps: int = 1
-    """For each 16 rows. With one, warps never wait for one another."""
-    num_stages: int = 3
+    num_warps: int = 2
+    """For each 16 rows."""
+    num_stages: int = 4
     """Tiles in shared memory, and one more."""
-    programs_per_sm: int = 10
-    least_tiles: int = 4
+    programs_per_sm: int = 4
+    least_tiles: int = 1
     """Balanced shares are no smaller."""
     prefetched_tiles: int = 0
-    """Brought into L2 while the kernel ahead still runs, if `use_pdl`. It costs 0.9 us behind a
-    kernel that keeps memory busy itself."""
+    """Brought into L2 while the kernel ahead still runs, if `use_pdl`. Behind a kernel that keeps
+    memory busy itself it only costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

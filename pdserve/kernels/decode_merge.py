@@ -48,9 +48,10 @@ def merge_pieces_kernel(
         num_pieces = count_pieces(start, tiles, share)
     else:
         num_pieces = tl.cdiv(tiles, split_tiles(tiles, least_tiles, max_splits))
+    # The kernel behind may begin at once: it waits for this one, which waits for the pieces.
     if USE_PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     if (num_pieces < 2) | (tiles == 0):
         return
 
