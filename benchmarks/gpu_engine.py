@@ -134,6 +134,9 @@ class Bench:
             for part in loaded.kv.layer(layer):
                 part.normal_()
         torch.cuda.synchronize()
+        # As a rank does once it is loaded.
+        gc.collect()
+        gc.freeze()
         self.stand = Stand(
             runner=runner,
             engine=engine,
@@ -249,6 +252,7 @@ def main() -> int:
             )
         rows += bench.rows
         del bench
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
     if "deterministic" in parts:

@@ -87,7 +87,7 @@ def profile_decode(stand: Stand, batch: int, prompt: int, num_tokens: int = 24) 
 
 def profile_prefill(stand: Stand, batch: int, prompt: int, cached: int = 0) -> StepProfile:
     """Profiles steps of prompts by kernel."""
-    return _profile(lambda: time_prefill(stand, batch, prompt, cached, runs=3), num_skipped=2)
+    return _profile(lambda: time_prefill(stand, batch, prompt, cached, runs=6), num_skipped=2)
 
 
 def _profile(work: Callable[[], object], num_skipped: int) -> StepProfile:

@@ -4,12 +4,13 @@ A kernel alone has the memory to itself. In a step, the weights of the next prod
 while it drains, and it finds the second-level cache full of them.
 """
 
+import argparse
 import json
-import os
 from pathlib import Path
 
 from benchmarks.gpu_engine import Bench
 from benchmarks.gpu_harness import time_decode
+from benchmarks.report import RESULTS
 from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.step_shape import decode_shape
 from pdserve.kernels.decode_attention import DecodeTuning
@@ -29,6 +30,9 @@ NUM_TOKENS = 40
 
 def main() -> None:
     """Measures each batch with each tuning and prints milliseconds of a step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_tuning.json")
+    arguments = parser.parse_args()
     bench = Bench(deterministic=False)
     runner = bench.stand.runner
     assert isinstance(runner, CudaRunner)
@@ -47,7 +51,7 @@ def main() -> None:
                 name = f"{tile} {warps} {stages} {programs}"
                 rows.append({"batch": batch, "prompt": prompt, "tuning": name, "ms": ms})
                 print(f"{batch:4d} x {prompt:<5d} {name:12s} {ms:8.3f} ms", flush=True)
-    Path(os.environ.get("OUT", ".")).joinpath("gpu_tuning.json").write_text(json.dumps(rows))
+    arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -150,16 +150,30 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
 
 
 def make_runner(
-    job: LoadJob, parts: EngineParts, kv: KvTensors, shapes: Sequence[StepShape] | None = None
+    job: LoadJob,
+    parts: EngineParts,
+    kv: KvTensors,
+    shapes: Sequence[StepShape] | None = None,
+    *,
+    is_trial: bool = False,
 ) -> CudaRunner:
-    """Puts the parts over KV memory; `shapes` None are all that the settings ask for."""
+    """Puts the parts over KV memory.
+
+    Args:
+        job: what was loaded.
+        parts: of it.
+        kv: the memory.
+        shapes: to capture; None are all that the settings ask for.
+        is_trial: computes padding alone, so that any KV will do for the longest sequence.
+    """
+    room = kv.num_blocks * job.geometry.block_size
     return CudaRunner(
         parts.model,
         kv,
         parts.device,
         inputs=parts.inputs,
         input_limits=parts.limits,
-        max_model_len=min(job.max_model_len, kv.num_blocks * job.geometry.block_size),
+        max_model_len=job.max_model_len if is_trial else min(job.max_model_len, room),
         is_deterministic=job.engine.deterministic,
         graph_shapes=parts.shapes if shapes is None else shapes,
     )
@@ -177,7 +191,7 @@ def _fit_kv(
     num_sizes = parts.attention.warm_up(read, job.model.num_heads, job.max_model_len)
     report("warm up attention", clock.now() - started_s, f"{num_sizes} sizes of chunks")
     started_s = clock.now()
-    trial = make_runner(job, parts, scrap, ())
+    trial = make_runner(job, parts, scrap, (), is_trial=True)
     torch.cuda.reset_peak_memory_stats(device.torch_device)
     lasting_bytes = torch.cuda.memory_allocated(device.torch_device)
     trial.compute_largest()
@@ -214,7 +228,7 @@ def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
         return 0
     taken: list[int] = []
     for shapes in (parts.shapes[:1], (parts.shapes[0], parts.shapes[-1])):
-        trial = make_runner(job, parts, scrap, shapes)
+        trial = make_runner(job, parts, scrap, shapes, is_trial=True)
         taken.append(trial.capture().num_bytes)
         trial.drop_graphs()
     first, both = taken

@@ -116,6 +116,10 @@ def _lead(
     """Lives as rank 0."""
     context = _load(config, arguments, inbox, outbox)
     engine = build(context)
+    # What is loaded by now stays: a full collection that walks over all of torch takes 0.1 s, in
+    # the middle of somebody's stream.
+    gc.collect()
+    gc.freeze()
     read_channel(channel, inbox)
     if context.followers is not None:
         context.followers.read_into(inbox)
