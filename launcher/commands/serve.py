@@ -12,7 +12,13 @@ from launcher.local_pool import LocalCluster
 from launcher.place import Place
 from launcher.ray_pool import RayConfig, RayPlace
 from pdserve.config.cluster import ClusterConfig
-from pdserve.config.engine import Dtype, EngineConfig, LoadFormat
+from pdserve.config.engine import (
+    DEVICE_DEFAULTS,
+    DeviceKind,
+    Dtype,
+    EngineConfig,
+    LoadFormat,
+)
 from pdserve.config.load import from_pairs, parse_size
 from pdserve.config.log_level import LogLevel
 from pdserve.config.worker import FaultConfig, HandoffConfig
@@ -62,7 +68,11 @@ def serve(
         str | None,
         typer.Option(help="Name in Redis; made up by default."),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="float32 is deterministic.")] = "float32",
+    device: Annotated[DeviceKind, typer.Option(help="cuda: one GPU a rank.")] = "cpu",
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="float32 is deterministic, and the default on cpu.", show_default=False),
+    ] = None,
     load_format: Annotated[
         LoadFormat,
         typer.Option(help="dummy: random weights from config.json."),
@@ -72,12 +82,28 @@ def serve(
         int | None,
         typer.Option(help="Prompt plus output, in tokens."),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 256,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Sequences in one step: 64, or 256 on cuda.", show_default=False),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens in one step: 256, or 8192 on cuda.", show_default=False),
+    ] = None,
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(help="Bytes of KV per rank, e.g. 512M or 2G."),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a GPU's memory that a replica may take.")
+    ] = 0.9,
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="On cuda: results independent of the batch."),
+    ] = False,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="On cuda: no CUDA graphs.")
+    ] = False,
     tensor_parallel_size: Annotated[
         int,
         typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer."),
@@ -163,15 +189,24 @@ def serve(
 
     SIGTERM or Ctrl-C drains; a second one stops now.
     """
+    defaults = DEVICE_DEFAULTS[device]
     engine = EngineConfig(
         model=model,
         load_format=load_format,
-        dtype=dtype,
+        device=device,
+        dtype=dtype or defaults.dtype,
+        max_num_seqs=defaults.max_num_seqs if max_num_seqs is None else max_num_seqs,
+        max_num_batched_tokens=(
+            defaults.max_num_batched_tokens
+            if max_num_batched_tokens is None
+            else max_num_batched_tokens
+        ),
         block_size=block_size,
         max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory_bytes=_size(kv_cache_memory, "--kv-cache-memory"),
+        gpu_memory_utilization=gpu_memory_utilization,
+        deterministic=deterministic,
+        enforce_eager=enforce_eager,
         enable_prefix_caching=enable_prefix_caching,
         tensor_parallel=tensor_parallel_size,
         pipeline_parallel=pipeline_parallel_size,

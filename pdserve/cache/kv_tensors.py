@@ -4,7 +4,8 @@ Letters: L layer, K key or value, B block, S slot, T token, H KV head, D head di
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,18 +20,31 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KvTensors:
-    """KV blocks of a rank's layers and heads in one tensor. Only the model's thread may use it."""
+    """KV blocks of a rank's layers and heads in one tensor. Only the model's thread may use it.
 
-    def __init__(self, geometry: KvGeometry, num_blocks: int, part: RankPart | None = None) -> None:
+    On a GPU, frames pass through pinned host memory on a stream of their own, which waits for no
+    step: what is packed was computed by a step that has ended, and no step in flight touches blocks
+    that frames land in. Both calls return when their copy is done.
+    """
+
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        num_blocks: int,
+        part: RankPart | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Allocates `num_blocks` zeroed blocks.
 
         Args:
             geometry: of the whole replica.
             num_blocks: the same on all its ranks.
             part: what this rank holds; None is the first rank's.
+            device: where; None is host memory.
         """
         assert num_blocks >= 1
         self.geometry = geometry
+        self.device = torch.device("cpu") if device is None else device
         self.num_blocks = num_blocks
         self.part = geometry.parts[0] if part is None else part
         shape = (
@@ -41,7 +55,16 @@ class KvTensors:
             len(self.part.kv_heads),
             geometry.head_dim,
         )
-        self._blocks_LKBSHD = _make_zeros(shape, TORCH_DTYPES[geometry.dtype])
+        dtype = TORCH_DTYPES[geometry.dtype]
+        self._traffic: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._blocks_LKBSHD = torch.zeros(shape, dtype=dtype, device=self.device)
+            # Before the step in flight: a frame is small and its link waits.
+            self._traffic = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self.device, priority=-1
+            )
+        else:
+            self._blocks_LKBSHD = _make_zeros(shape, dtype)
         # Made once: two views a layer and step took 1 % of decoding one sequence.
         self._layers = tuple(
             (part[0].flatten(0, 1), part[1].flatten(0, 1)) for part in self._blocks_LKBSHD
@@ -64,14 +87,20 @@ class KvTensors:
         """Copies a region into a new frame in layout LKTHD.
 
         Returns:
-            uint8 [frame_bytes].
+            uint8 [frame_bytes], in host memory.
 
         Raises:
             ValueError: the region reaches beyond this rank's memory.
         """
-        slots, index = self._select(region)
-        picked = slots.index_select(2, index).to(TORCH_DTYPES[region.dtype])
-        return picked.view(-1).view(torch.uint8)
+        with self._own_stream():
+            slots, index = self._select(region)
+            picked = slots.index_select(2, index).to(TORCH_DTYPES[region.dtype])
+            frame = picked.view(-1).view(torch.uint8)
+            if self._traffic is None:
+                return frame
+            host = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(frame, non_blocking=True)
+        return host
 
     def scatter(self, region: KvRegion, payload: Tensor) -> None:
         """Writes a frame made by `pack` into a region; no other slot is touched.
@@ -84,7 +113,6 @@ class KvTensors:
             ValueError: the region reaches beyond this rank's memory, a block is named twice, or
                 the payload has another size or type.
         """
-        slots, index = self._select(region)
         if len(set(region.block_ids)) != len(region.block_ids):
             raise ValueError("a frame cannot write one block twice")
         expected_bytes = self.frame_bytes(region)
@@ -95,9 +123,12 @@ class KvTensors:
         item_bytes = ITEM_BYTES[region.dtype]
         is_aligned = payload.is_contiguous() and payload.data_ptr() % item_bytes == 0
         aligned = payload if is_aligned else payload.clone(memory_format=torch.contiguous_format)
-        shape = (*slots.shape[:2], len(index), *slots.shape[3:])
-        source = aligned.view(TORCH_DTYPES[region.dtype]).view(shape)
-        slots.index_copy_(2, index, source.to(slots.dtype))
+        with self._own_stream():
+            slots, index = self._select(region)
+            shape = (*slots.shape[:2], len(index), *slots.shape[3:])
+            source = aligned.view(TORCH_DTYPES[region.dtype]).view(shape)
+            source = source.to(self.device, non_blocking=True)
+            slots.index_copy_(2, index, source.to(slots.dtype))
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         """Copies one block over all layers.
@@ -107,6 +138,16 @@ class KvTensors:
         """
         self._check_blocks((source, target))
         self._blocks_LKBSHD[:, :, target] = self._blocks_LKBSHD[:, :, source]
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Runs copies of frames beside the steps, and waits for them at the end."""
+        if self._traffic is None:
+            yield
+            return
+        with torch.cuda.stream(self._traffic):
+            yield
+        self._traffic.synchronize()
 
     def _select(self, region: KvRegion) -> tuple[Tensor, Tensor]:
         """Returns a view of the region's layers and heads, and what to pick along its third axis.
@@ -128,7 +169,8 @@ class KvTensors:
         if region.num_tokens < room:
             memory = memory.flatten(2, 3)
             index = (index[:, None] * size + torch.arange(size)).flatten()[region.offset : end]
-        return memory[layers.start : layers.stop, ..., heads.start : heads.stop, :], index
+        picked = memory[layers.start : layers.stop, ..., heads.start : heads.stop, :]
+        return picked, index.to(self.device)
 
     def _check_blocks(self, block_ids: Sequence[BlockId]) -> None:
         if not block_ids:

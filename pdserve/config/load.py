@@ -12,12 +12,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
 from typing import Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from pdserve.config.engine import DEVICE_DEFAULTS, DeviceKind, EngineConfig
 from pdserve.errors import ConfigError
 
 T = TypeVar("T")
@@ -261,6 +262,9 @@ def _build(config_class: type[T], values: Mapping[tuple[str, ...], object]) -> T
     for name in {path[0] for path in values if len(path) > 1}:
         inner = {path[1:]: value for path, value in values.items() if path[0] == name}
         arguments[name] = _build(cast(type, hints[name]), inner)
+    if config_class is EngineConfig:
+        device = cast(DeviceKind, arguments.get("device", "cpu"))
+        arguments = {**asdict(DEVICE_DEFAULTS[device]), **arguments}
     return cast(Callable[..., T], config_class)(**arguments)
 
 

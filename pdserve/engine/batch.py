@@ -125,9 +125,14 @@ def is_chosen_on_device(request: Request) -> bool:
     """Says whether a request's tokens are chosen without the host.
 
     Other choices need the host: penalties count its output, and biases, alternatives and several
-    samples of one row are rare enough to be made there from the row's logits.
+    samples of one row are rare enough to be made there from the row's logits. So are stop ids that
+    must wait while log-probabilities count them in.
     """
     sampling = request.sampling
     return not (
-        sampling.has_penalties or sampling.logit_bias or sampling.logprobs or sampling.n > 1
+        sampling.has_penalties
+        or sampling.logit_bias
+        or sampling.logprobs
+        or sampling.n > 1
+        or (sampling.logprobs is not None and sampling.min_tokens)
     )

@@ -8,6 +8,7 @@ from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.engine.batch import CompletedStep, SequenceSlice, StepPlan, StepResult
 from pdserve.engine.forward_batch import build_batch
+from pdserve.engine.host_sampling import sample_slice
 from pdserve.models.llama import LlamaModel
 from pdserve.request import (
     BlockId,
@@ -16,7 +17,7 @@ from pdserve.request import (
     SampledToken,
     SamplingParams,
 )
-from pdserve.sampler import SamplingRow, sample, score_token
+from pdserve.sampler import score_token
 
 
 class ModelRunner:
@@ -80,7 +81,7 @@ class ModelRunner:
                 ]
                 prompt_logprobs[part.request.request_id] = tuple(scored)
             if part.output_index is not None:
-                sampled |= _sample(part, next(rows))
+                sampled |= sample_slice(part, next(rows))
         return StepResult(sampled=sampled, prompt_logprobs=prompt_logprobs)
 
     def compute(self, plan: StepPlan) -> Tensor:
@@ -141,24 +142,3 @@ class ModelRunner:
                         f"request {request_id}: block id must be in [0, {self.kv.num_blocks}), "
                         f"got {block_id}"
                     )
-
-
-def _sample(part: SequenceSlice, logits: Tensor) -> dict[RequestId, SampledToken]:
-    """Draws the next token once for each sample that the slice's request is for."""
-    assert part.output_index is not None
-    request = part.request
-    prompt_ids: tuple[int, ...] = ()
-    if request.sampling.repetition_penalty != 1:
-        prompt_ids = request.token_ids[: request.num_prompt_tokens]
-    sampled = {}
-    for one in request.samples():
-        row = SamplingRow(
-            params=one.sampling,
-            output_index=part.output_index,
-            stop_ids=one.stop_ids,
-            sample_index=one.sample_index,
-            prompt_ids=prompt_ids,
-            output_ids=part.output_ids,
-        )
-        sampled[one.request_id] = sample(logits, row)
-    return sampled

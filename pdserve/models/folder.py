@@ -66,6 +66,8 @@ def geometry_of(config: ModelConfig, engine: EngineConfig) -> KvGeometry:
     revision = config.revision
     if engine.load_format == "dummy":
         revision = f"{revision}-dummy-{engine.seed}"
+        if engine.device != "cpu":  # each kind of device draws numbers of its own
+            revision = f"{revision}-{engine.device}"
     return KvGeometry(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

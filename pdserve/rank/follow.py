@@ -9,7 +9,6 @@ from typing import Protocol
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_codec import plan_from_wire
 from pdserve.rank.followers import Leader
 from pdserve.rank.inbox import ChannelLost, Inbox
@@ -71,7 +70,7 @@ def follow(
         ChannelClosed: rank 0 or the face died while something was sent to it.
     """
     loaded = load_rank(config, arguments, MonotonicClock(), _say_nothing)
-    runner = ModelRunner(loaded.model, loaded.kv)
+    runner = loaded.make_runner(None)
     leader = Leader(arguments.rank_channels[0])
 
     def compute(work: rank_pb2.StepWork) -> None:

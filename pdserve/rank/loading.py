@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
+from pdserve.config.engine import EngineConfig
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.worker import WorkerConfig
-from pdserve.errors import ConfigError
 from pdserve.layers.parallel import Shard
 from pdserve.models.folder import (
     effective_engine,
@@ -15,17 +15,12 @@ from pdserve.models.folder import (
     geometry_of,
     read_model_config,
 )
-from pdserve.models.llama import LlamaModel
-from pdserve.models.registry import load_model
+from pdserve.rank.backend import Announce, Backend, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.cpu_backend import CpuBackend
 from pdserve.rank.gloo_groups import connect_stages, connect_tensor_group
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import BlockingChannel
 from pdserve.timeline import Clock
-
-DEFAULT_KV_BYTES = 512 * 1024 * 1024
-
-ReportPhase = Callable[[str, float, str], None]
-"""Takes a phase that ended: its name, its seconds, and a detail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +43,8 @@ class LoadedRank:
     """As far as the model allows what was wished for."""
     config: ModelConfig
     geometry: KvGeometry
-    model: LlamaModel
     kv: KvTensors
+    make_runner: Callable[[Announce | None], RankRunner]
     max_model_len: int
     """What both the model and the memory allow."""
 
@@ -63,7 +58,6 @@ def load_rank(
         ConfigError: something the user can mend: so many ranks cannot share the model, the folder
             lacks something, or the memory is too small.
     """
-    started_s = clock.now()
     folder = Path(config.engine.model)
     model_config = read_model_config(folder)
     config = replace(config, engine=effective_engine(model_config, config.engine))
@@ -72,21 +66,34 @@ def load_rank(
     shard = None
     if geometry.num_ranks > 1:
         shard = _make_shard(model_config, geometry, arguments, config.host)
-    model = load_model(folder, config.engine, shard)
-    report("load weights", clock.now() - started_s, config.engine.dtype)
-    started_s = clock.now()
-    num_blocks = _num_blocks(config, geometry)
-    kv = KvTensors(geometry, num_blocks, geometry.parts[arguments.rank])
-    room = num_blocks * geometry.block_size
-    report("allocate KV", clock.now() - started_s, f"{room} tokens in {num_blocks} blocks")
+    job = LoadJob(
+        folder=folder,
+        engine=config.engine,
+        model=model_config,
+        geometry=geometry,
+        part=geometry.parts[arguments.rank],
+        shard=shard,
+        max_model_len=max_model_len,
+    )
+    parts = choose_backend(config.engine).load(job, clock, report)
     return LoadedRank(
         worker=config,
         config=model_config,
         geometry=geometry,
-        model=model,
-        kv=kv,
-        max_model_len=min(max_model_len, room),
+        kv=parts.kv,
+        make_runner=parts.make_runner,
+        max_model_len=min(max_model_len, parts.kv.num_blocks * geometry.block_size),
     )
+
+
+def choose_backend(engine: EngineConfig) -> Backend:
+    """Returns what computes on the device that the user chose."""
+    if engine.device == "cpu":
+        return CpuBackend()
+    # Imported here: it needs Triton, which only machines with a GPU must have.
+    from pdserve.cuda.backend import CudaBackend
+
+    return CudaBackend()
 
 
 def _make_shard(
@@ -104,16 +111,3 @@ def _make_shard(
         group=connect_tensor_group(folder, part, tensor, host),
         stages=connect_stages(folder, part, tensor, stages, dtype, host),
     )
-
-
-def _num_blocks(config: WorkerConfig, geometry: KvGeometry) -> int:
-    """Returns how many blocks fit on the rank that holds most of each; all ranks have as many."""
-    kv_bytes = config.engine.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    block_bytes = max(geometry.bytes_per_block_on(part) for part in geometry.parts)
-    num_blocks = kv_bytes // block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"kv_cache_memory must be at least {2 * block_bytes} bytes (two KV blocks), "
-            f"got {kv_bytes}"
-        )
-    return num_blocks

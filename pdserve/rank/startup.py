@@ -18,7 +18,6 @@ from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.wire import worker_config_from_json
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.batch import StepRunner
-from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
 from pdserve.rank.follow import BuildFollower, follow
@@ -118,6 +117,10 @@ def _lead(
     """Lives as rank 0."""
     context = _load(config, arguments, inbox, outbox)
     engine = build(context)
+    # What is loaded by now stays: a full collection that walks over all of torch takes 0.1 s, in
+    # the middle of somebody's stream.
+    gc.collect()
+    gc.freeze()
     read_channel(channel, inbox)
     if context.followers is not None:
         context.followers.read_into(inbox)
@@ -159,7 +162,7 @@ def _load(
         follower_links = followers.wait_ready()
     started_s = clock.now()
     announce = None if followers is None else followers.announce
-    runner = ModelRunner(loaded.model, loaded.kv, announce)
+    runner = loaded.make_runner(announce)
     runner.warm_up()
     warm_s = clock.now()
     runner.warm_up()

@@ -239,3 +239,35 @@ def test_keys_and_secrets_are_not_in_a_configurations_text() -> None:
 )
 def test_a_refusal_names_the_flag(text: str, named: str) -> None:
     assert name_flag(text, ClusterConfig) == named
+
+
+def test_a_gpu_has_defaults_of_its_own_and_flags_still_win() -> None:
+    engine = parse_worker(*REQUIRED, "--device", "cuda").engine
+    assert (engine.dtype, engine.max_num_seqs, engine.max_num_batched_tokens) == (
+        "bfloat16",
+        256,
+        8192,
+    )
+    chosen = parse_worker(*REQUIRED, "--device", "cuda", "--dtype", "float32").engine
+    assert (chosen.dtype, chosen.max_num_seqs) == ("float32", 256)
+
+
+def test_gpu_settings_survive_the_way_through_flags() -> None:
+    engine = EngineConfig(
+        model="tiny",
+        device="cuda",
+        gpu_memory_utilization=0.5,
+        deterministic=True,
+        enforce_eager=True,
+        max_num_seqs=7,
+    )
+    config = WorkerConfig(
+        role=Role.PREFILL, worker_id="p0", redis_url="redis://127.0.0.1:1", engine=engine
+    )
+    assert parse_worker(*to_argv(config, without=("role",))) == config
+
+
+@pytest.mark.parametrize("share", ["0", "1.1", "-0.5"])
+def test_share_of_gpu_memory_out_of_range_is_refused(share: str) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
+        parse_worker(*REQUIRED, "--gpu-memory-utilization", share)

@@ -1,0 +1,116 @@
+"""Correctness of the product kernels on the device, one kernel a process.
+
+A kernel that never ends takes only its own process down: run it under a time limit.
+
+    python -m benchmarks.kernels.product_checks streamed
+"""
+
+import sys
+
+import torch
+
+from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, KernelName, ProductPlan
+from pdserve.kernels.small_product import small_product
+
+# rows, outputs, inputs, splits
+SIZES = (
+    (1, 64, 64, 1),
+    (3, 200, 520, 2),
+    (8, 6144, 4096, 2),
+    (17, 1000, 1024, 1),
+    (64, 4096, 14336, 4),
+    (100, 384, 2048, 3),
+    (200, 512, 1000, 1),
+    (256, 4096, 4096, 2),
+    (300, 640, 1024, 1),
+)
+# block_n, block_k, num_stages, num_warps, programs_per_sm
+STREAMED = (
+    (64, 128, 8, 4, None),
+    (64, 64, 4, 4, 1),
+    (128, 64, 4, 8, None),
+    (128, 128, 3, 4, 2),
+    (256, 64, 4, 8, None),
+)
+
+
+def list_plans(kernel: KernelName, num_splits: int) -> list[ProductPlan]:
+    """Returns plans of one kernel that differ in every field."""
+    cuts: tuple[tuple[int, int, int, int, int | None], ...] = STREAMED
+    if kernel == "row":
+        cuts = ((4, 256, 1, 4, None), (16, 128, 1, 8, None))
+    elif kernel == "tiled":
+        cuts = ((64, 128, 3, 4, None), (128, 64, 4, 8, None))
+    return [
+        ProductPlan(
+            kernel=kernel,
+            num_splits=num_splits,
+            block_n=block_n,
+            block_k=block_k,
+            num_stages=num_stages,
+            num_warps=num_warps,
+            programs_per_sm=per_sm,
+        )
+        for block_n, block_k, num_stages, num_warps, per_sm in cuts
+    ]
+
+
+def check_values(kernel: KernelName) -> float:
+    """Returns the largest relative error, over sizes, plans and both ways to launch."""
+    worst = 0.0
+    generator = torch.Generator("cuda").manual_seed(1)
+    for num_rows, num_outputs, num_inputs, num_splits in SIZES:
+        if kernel == "row" and num_rows > MAX_ROW_KERNEL_ROWS:
+            continue
+        x = torch.randn(num_rows, num_inputs, device="cuda", generator=generator).bfloat16()
+        weight = torch.randn(num_outputs, num_inputs, device="cuda", generator=generator)
+        weight = weight.bfloat16()
+        expected = x.double() @ weight.double().T
+        for plan in list_plans(kernel, num_splits):
+            if num_splits > -(-num_inputs // plan.block_k):
+                continue
+            for use_pdl in (False, True):
+                out = torch.full((num_splits, num_rows, num_outputs), torch.nan, device="cuda")
+                small_product(x, weight, out, plan, use_pdl=use_pdl)
+                error = (out.double().sum(0) - expected).norm() / expected.norm()
+                if not error.item() < 1e-5:
+                    print(f"WRONG {plan} {num_rows} rows, pdl {use_pdl}: {error.item():.2e}")
+                worst = max(worst, error.nan_to_num(9.0).item())
+    return worst
+
+
+def check_rows_alone(kernel: KernelName) -> bool:
+    """Returns True if a row has equal bits in every batch and, streamed, in every tile."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    max_rows = MAX_ROW_KERNEL_ROWS if kernel == "row" else 300
+    x = torch.randn(max_rows, 4096, device="cuda", generator=generator).bfloat16()
+    weight = torch.randn(768, 4096, device="cuda", generator=generator).bfloat16()
+    is_equal = True
+    reference: torch.Tensor | None = None
+    for plan in list_plans(kernel, 2):
+        if kernel != "streamed":
+            reference = None
+        for num_rows in (max_rows, 1, 3, 8, 17, 64, 200):
+            if num_rows > max_rows:
+                continue
+            out = torch.empty(2, num_rows, 768, device="cuda")
+            small_product(x[:num_rows], weight, out, plan)
+            if reference is None:
+                reference = out
+            if not torch.equal(out, reference[:, :num_rows]):
+                is_equal = False
+                print(f"UNEQUAL bits {plan} at {num_rows} rows")
+    return is_equal
+
+
+def main() -> None:
+    """Checks the kernel named on the command line; exits with 1 if it is wrong."""
+    kernel: KernelName = sys.argv[1]  # type: ignore[assignment]
+    worst = check_values(kernel)
+    is_equal = check_rows_alone(kernel)
+    print(f"{kernel}: relative error {worst:.1e}, rows alone {is_equal}")
+    sys.exit(0 if worst < 1e-5 else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The engine on a CUDA GPU: weights, forward pass, graphs, memory, runner."""

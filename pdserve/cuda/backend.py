@@ -1,0 +1,245 @@
+"""Loads the engine of one GPU.
+
+    weights -> table of products -> workspace and buffers -> one graph on trial -> KV -> all graphs
+
+KV takes what is really free: weights and buffers are there when it is measured, and a graph was
+captured to see what one costs.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
+from pdserve.cuda.attention import SPLIT_ROWS, AttentionRoom, LayerAttention
+from pdserve.cuda.device import Device
+from pdserve.cuda.memory import MemoryPicture, fit_blocks
+from pdserve.cuda.model import CudaModel, make_rotary_tables
+from pdserve.cuda.plans import choose_plans
+from pdserve.cuda.products import Products, max_product_bytes
+from pdserve.cuda.runner import CudaRunner
+from pdserve.cuda.step_inputs import InputLimits, StepInputs
+from pdserve.cuda.step_shape import StepShape, graph_shapes
+from pdserve.cuda.weights import DeviceDummyWeights, load_weights
+from pdserve.cuda.workspace import Workspace, WorkspaceSize
+from pdserve.errors import ConfigError
+from pdserve.kernels import decode_attention, prefill_attention
+from pdserve.models.weights import WeightSource
+from pdserve.models.weights_safetensors import SafetensorsWeights
+from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
+from pdserve.timeline import Clock
+
+logger = logging.getLogger(__name__)
+
+BALANCED_SPLITS = 32
+"""Most splits of a sequence's KV, at every batch size: so few kernels are compiled."""
+FIXED_SPLIT_TOKENS = 512
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """Everything but the KV."""
+
+    device: Device
+    attention: AttentionRoom
+    model: CudaModel
+    inputs: StepInputs
+    limits: InputLimits
+    shapes: tuple[StepShape, ...]
+
+
+class CudaBackend:
+    """The `Backend` of a GPU."""
+
+    def load(self, job: LoadJob, clock: Clock, report: ReportPhase) -> LoadedParts:
+        """Loads weights, captures graphs and allocates KV.
+
+        Raises:
+            ConfigError: there is no GPU, something does not fit, or the model needs what the
+                kernels cannot do.
+        """
+        _check(job)
+        device = Device(torch.device("cuda"))
+        free_at_start = device.free_bytes()
+        parts = make_parts(job, device, clock, report)
+        num_blocks = _fit_kv(job, parts, free_at_start, clock, report)
+        started_s = clock.now()
+        kv = KvTensors(job.geometry, num_blocks, job.part, device.torch_device)
+        room = num_blocks * job.geometry.block_size
+        report("allocate KV", clock.now() - started_s, f"{room} tokens in {num_blocks} blocks")
+        started_s = clock.now()
+        runner = make_runner(job, parts, kv)
+        captured = runner.capture()
+        report(
+            "capture graphs",
+            clock.now() - started_s,
+            f"{captured.num_graphs} graphs, {captured.num_bytes // MIB} MiB",
+        )
+
+        def give_runner(announce: Announce | None) -> RankRunner:
+            assert announce is None, "one rank has nobody to tell"
+            return runner
+
+        return LoadedParts(kv=kv, make_runner=give_runner)
+
+
+def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) -> EngineParts:
+    """Loads weights, chooses products and allocates buffers."""
+    started_s = clock.now()
+    dtype, engine, config = TORCH_DTYPES[job.engine.dtype], job.engine, job.model
+    source: WeightSource
+    if engine.load_format == "dummy":
+        source = DeviceDummyWeights(engine.seed, device.torch_device, dtype)
+    else:
+        source = SafetensorsWeights(job.folder)
+    weights = load_weights(config, source, dtype, device.torch_device)
+    device.synchronize()
+    report("load weights", clock.now() - started_s, f"{engine.dtype} on {device.name}")
+    started_s = clock.now()
+    plans = choose_plans(weights, device, is_fixed=engine.deterministic)
+    report("choose products", clock.now() - started_s, plans.summary)
+    limits = InputLimits(
+        max_rows=max(engine.max_num_batched_tokens, engine.max_num_seqs),
+        max_seqs=engine.max_num_seqs,
+        max_samples=max(engine.max_num_seqs, 8),
+        max_blocks=-(-job.max_model_len // engine.block_size),
+    )
+    size = WorkspaceSize(
+        max_rows=limits.max_rows,
+        max_sample_rows=limits.max_samples,
+        max_product_bytes=max_product_bytes(config, plans.choose, limits.max_rows, dtype),
+    )
+    workspace = Workspace(config, size, dtype, device.torch_device)
+    split_tokens = FIXED_SPLIT_TOKENS if engine.deterministic else None
+    max_splits = BALANCED_SPLITS
+    if split_tokens is not None:
+        max_splits = max(2, -(-job.max_model_len // split_tokens))
+    heads, head_dim, place = config.num_heads, config.head_dim, device.torch_device
+    attention = AttentionRoom(
+        decode_attention.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
+        prefill_attention.make_scratch(SPLIT_ROWS, heads, head_dim, 1, place),
+        block_size=engine.block_size,
+        head_dim=head_dim,
+        split_tokens=split_tokens,
+        # A row's bits depend there on the chunk that it came in.
+        has_dense=device.has_dependent_launch and not engine.deterministic,
+        max_rows=engine.max_num_batched_tokens,
+        use_pdl=device.has_dependent_launch,
+    )
+    model = CudaModel(
+        config,
+        weights,
+        make_rotary_tables(config, job.max_model_len, device.torch_device),
+        workspace,
+        Products(workspace, plans.choose, use_pdl=device.has_dependent_launch),
+        attention,
+        use_pdl=device.has_dependent_launch,
+    )
+    shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
+    return EngineParts(
+        device=device,
+        attention=attention,
+        model=model,
+        inputs=StepInputs(limits, device),
+        limits=limits,
+        shapes=() if engine.enforce_eager or not device.is_cuda else shapes,
+    )
+
+
+def make_runner(
+    job: LoadJob,
+    parts: EngineParts,
+    kv: KvTensors,
+    shapes: Sequence[StepShape] | None = None,
+    *,
+    is_trial: bool = False,
+) -> CudaRunner:
+    """Puts the parts over KV memory.
+
+    Args:
+        job: what was loaded.
+        parts: of it.
+        kv: the memory.
+        shapes: to capture; None are all that the settings ask for.
+        is_trial: computes padding alone, so that any KV will do for the longest sequence.
+    """
+    room = kv.num_blocks * job.geometry.block_size
+    return CudaRunner(
+        parts.model,
+        kv,
+        parts.device,
+        inputs=parts.inputs,
+        input_limits=parts.limits,
+        max_model_len=job.max_model_len if is_trial else min(job.max_model_len, room),
+        is_deterministic=job.engine.deterministic,
+        graph_shapes=parts.shapes if shapes is None else shapes,
+    )
+
+
+def _fit_kv(
+    job: LoadJob, parts: EngineParts, free_at_start: int, clock: Clock, report: ReportPhase
+) -> int:
+    """Captures graphs over a scrap of KV, and sees what is left."""
+    started_s = clock.now()
+    device = parts.device
+    scrap = KvTensors(job.geometry, 2, job.part, device.torch_device)
+    keys, values = scrap.layer(0)
+    read = LayerAttention(keys_SJD=keys, values_SJD=values, window=None)
+    num_sizes = parts.attention.warm_up(read, job.model.num_heads, job.max_model_len)
+    report("warm up attention", clock.now() - started_s, f"{num_sizes} sizes of chunks")
+    started_s = clock.now()
+    trial = make_runner(job, parts, scrap, (), is_trial=True)
+    torch.cuda.reset_peak_memory_stats(device.torch_device)
+    lasting_bytes = torch.cuda.memory_allocated(device.torch_device)
+    trial.compute_largest()
+    passing_bytes = torch.cuda.max_memory_allocated(device.torch_device) - lasting_bytes
+    graph_bytes = _measure_graphs(job, parts, scrap)
+    del trial, scrap
+    free_bytes = device.free_bytes()
+    picture = MemoryPicture(
+        total_bytes=device.total_bytes(),
+        free_bytes=free_bytes,
+        own_bytes=free_at_start - free_bytes,
+        passing_bytes=passing_bytes,
+        graph_bytes=graph_bytes,
+        utilization=job.engine.gpu_memory_utilization,
+    )
+    report(
+        "measure memory",
+        clock.now() - started_s,
+        f"{picture.own_bytes // MIB} MiB taken, {passing_bytes // MIB} MiB now and then, "
+        f"{graph_bytes // MIB} MiB for graphs",
+    )
+    return fit_blocks(
+        picture,
+        block_bytes=job.geometry.bytes_per_block_on(job.part),
+        block_size=job.geometry.block_size,
+        wished_bytes=job.engine.kv_cache_memory_bytes,
+        wished_tokens=job.engine.max_model_len,
+    )
+
+
+def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
+    """Returns the bytes that all graphs will take, by the largest one and the smallest."""
+    if not parts.shapes:
+        return 0
+    taken: list[int] = []
+    for shapes in (parts.shapes[:1], (parts.shapes[0], parts.shapes[-1])):
+        trial = make_runner(job, parts, scrap, shapes, is_trial=True)
+        taken.append(trial.capture().num_bytes)
+        trial.drop_graphs()
+    first, both = taken
+    return first + max(MIB, both - first, both // 2) * len(parts.shapes)
+
+
+def _check(job: LoadJob) -> None:
+    if job.geometry.num_ranks > 1:
+        raise ConfigError(
+            "device cuda computes with one rank: tensor_parallel_size and pipeline_parallel_size "
+            f"must be 1, got {job.geometry.tensor_parallel} and {job.geometry.pipeline_parallel}"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError("device cuda needs a CUDA GPU and a torch built for it, found none")

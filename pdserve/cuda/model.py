@@ -1,0 +1,197 @@
+"""The forward pass of the Llama family in fused kernels.
+
+    embed + norm -> per layer [qkv, rotate + store, attention, out, add + norm, gate-up, SiLU x mul,
+    down, add + norm] -> head on the rows that sample
+
+Each kernel waits for the one before it by itself where the device can do so (programmatic
+dependent launch): weights are on their way while the kernel before drains.
+
+Letters: M rows, E hidden size, H query heads, D head dim, S splits of a product, P positions, R
+rows that sample, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.model import ModelConfig
+from pdserve.config.rope import DynamicScaling
+from pdserve.cuda.attention import AttentionRoom, LayerAttention
+from pdserve.cuda.products import Products
+from pdserve.cuda.step_rows import StepRows
+from pdserve.cuda.weights import LayerWeights, ModelWeights
+from pdserve.cuda.workspace import RowBuffers, Workspace
+from pdserve.errors import ConfigError
+from pdserve.kernels.embedding import embed_and_norm
+from pdserve.kernels.norm import add_norm
+from pdserve.kernels.rotary_store import rotate_and_store
+from pdserve.kernels.silu_mul import silu_mul
+from pdserve.layers.rope_scaling import make_frequencies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryTables:
+    """Cosines and sines of every position, float32 [P, D / 2]."""
+
+    cos_PD: Tensor
+    sin_PD: Tensor
+
+
+def make_rotary_tables(
+    config: ModelConfig, max_model_len: int, device: torch.device
+) -> RotaryTables:
+    """Computes the tables on the host, as the CPU's model does.
+
+    Raises:
+        ConfigError: each sequence would need tables of its own.
+    """
+    scaling = config.rope_scaling
+    if isinstance(scaling, DynamicScaling) and max_model_len > scaling.original_max_position:
+        raise ConfigError(
+            "device cuda cannot stretch dynamic rope scaling: max_model_len must be at most "
+            f"{scaling.original_max_position}, got {max_model_len}"
+        )
+    frequencies = make_frequencies(config.head_dim, config.rope_theta, scaling)
+    angles = torch.outer(torch.arange(max_model_len).float(), frequencies.inverse)
+    factor = frequencies.attention_factor
+    return RotaryTables(
+        cos_PD=(angles.cos() * factor).to(device), sin_PD=(angles.sin() * factor).to(device)
+    )
+
+
+class CudaModel:
+    """Weights and kernels. Used by one thread, on one stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        tables: RotaryTables,
+        workspace: Workspace,
+        products: Products,
+        attention: AttentionRoom,
+        *,
+        use_pdl: bool,
+    ) -> None:
+        """Keeps all of them."""
+        self.config = config
+        self._weights = weights
+        self._tables = tables
+        self._workspace = workspace
+        self._products = products
+        self.attention = attention
+        self._use_pdl = use_pdl
+
+    @torch.inference_mode()
+    def forward(self, rows: StepRows, kv: KvTensors) -> Tensor | None:
+        """Computes every row and writes its KV.
+
+        Returns:
+            float32 [R, V], overwritten by the next step; None if no row samples.
+        """
+        hidden = self.compute_hidden(rows, kv)
+        return None if hidden is None else self._products.logits(hidden, self._weights.head_VE)
+
+    @torch.inference_mode()
+    def score(self, hidden_ME: Tensor) -> Tensor:
+        """Returns logits of normed rows, as many as the workspace has room for."""
+        return self._products.logits(hidden_ME, self._weights.head_VE)
+
+    @torch.inference_mode()
+    def compute_hidden(self, rows: StepRows, kv: KvTensors) -> Tensor | None:
+        """Computes all but the head; returns the normed rows that sample, None if there are none.
+
+        They are overwritten by the next step.
+        """
+        weights, buffers = self._weights, self._workspace.rows(rows.num_rows)
+        gains = [layer.input_gain_E for layer in weights.layers]
+        # Launched when all before it has ended: later kernels read tables and lengths before
+        # they wait.
+        embed_and_norm(
+            rows.token_ids_M,
+            weights.embedding_VE,
+            buffers.residual_ME,
+            gains[0],
+            buffers.normed_ME,
+            epsilon=self.config.rms_norm_eps,
+        )
+        gains = [*gains[1:], weights.final_gain_E]
+        last = len(weights.layers) - 1
+        for index, (layer, next_gain_E) in enumerate(zip(weights.layers, gains, strict=True)):
+            read = self._store(index, layer, rows, buffers, kv)
+            if index < last or rows.sample_rows_R is None:
+                self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+            elif rows.sample_rows_R.shape[0] == 0:
+                return None
+            else:
+                # Past its KV, the last layer matters only to rows that sample.
+                buffers = self._attend_for_samples(read, rows, rows.sample_rows_R, buffers)
+            self._finish(layer, next_gain_E, buffers)
+        return buffers.normed_ME
+
+    def _store(
+        self,
+        index: int,
+        layer: LayerWeights,
+        rows: StepRows,
+        buffers: RowBuffers,
+        kv: KvTensors,
+    ) -> LayerAttention:
+        """Makes queries of a layer's normed rows and stores their keys and values."""
+        config = self.config
+        keys, values = kv.layer(index)
+        qkv = self._products.multiply(buffers.normed_ME, layer.qkv_NE)
+        rotate_and_store(
+            qkv,
+            rows.positions_M,
+            rows.slots_M,
+            self._tables.cos_PD,
+            self._tables.sin_PD,
+            keys,
+            values,
+            buffers.q_MHD,
+            num_heads=config.num_heads,
+            bias_N=layer.qkv_bias_N,
+            q_gain_D=layer.q_gain_D,
+            k_gain_D=layer.k_gain_D,
+            epsilon=config.rms_norm_eps,
+            is_rotated=index not in config.unrotated_layers,
+            use_pdl=self._use_pdl,
+        )
+        return LayerAttention(keys_SJD=keys, values_SJD=values, window=config.window_of(index))
+
+    def _attend_for_samples(
+        self, read: LayerAttention, rows: StepRows, wanted_R: Tensor, buffers: RowBuffers
+    ) -> RowBuffers:
+        """Attends in the last layer; returns the buffers of the rows that go on."""
+        picked = self._workspace.picked(wanted_R.shape[0], buffers.inner_MN)
+        torch.index_select(buffers.residual_ME, 0, wanted_R, out=picked.residual_ME)
+        if self.attention.can_attend_for_last_rows(rows):
+            torch.index_select(buffers.q_MHD, 0, wanted_R, out=picked.q_MHD)
+            self.attention.attend_for_last_rows(picked.q_MHD, read, rows, picked.heads_MHD)
+        else:
+            self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+            torch.index_select(buffers.heads_MHD, 0, wanted_R, out=picked.heads_MHD)
+        return picked
+
+    def _finish(self, layer: LayerWeights, next_gain_E: Tensor, buffers: RowBuffers) -> None:
+        """Does the rest of a layer, and the norm of whatever comes next."""
+        multiply = self._products.multiply
+        out = multiply(buffers.heads_MHD.flatten(1), layer.out_EN, layer.out_bias_E)
+        self._add_norm(out, layer.mlp_gain_E, buffers)
+        gate_up = multiply(buffers.normed_ME, layer.gate_up_NE)
+        silu_mul(gate_up, buffers.inner_MN, bias_N=layer.gate_up_bias_N, use_pdl=self._use_pdl)
+        down = multiply(buffers.inner_MN, layer.down_EN, layer.down_bias_E)
+        self._add_norm(down, next_gain_E, buffers)
+
+    def _add_norm(self, sums_SME: Tensor, gain_E: Tensor, buffers: RowBuffers) -> None:
+        add_norm(
+            sums_SME,
+            buffers.residual_ME,
+            gain_E,
+            buffers.normed_ME,
+            epsilon=self.config.rms_norm_eps,
+            use_pdl=self._use_pdl,
+        )

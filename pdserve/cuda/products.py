@@ -1,0 +1,80 @@
+"""Matrix products of a step: which kernel computes each, and where its output goes.
+
+Letters: M rows, N outputs, K inputs, S splits of the sum, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.config.model import ModelConfig
+from pdserve.cuda.workspace import Workspace
+from pdserve.kernels.product_plan import ProductPlan
+from pdserve.kernels.product_table import ROW_BUCKETS
+from pdserve.kernels.small_product import small_product
+
+
+class PlanChooser(Protocol):
+    """Says how a product is computed; None is the library's way."""
+
+    def __call__(self, num_rows: int, num_outputs: int, num_inputs: int) -> ProductPlan | None:
+        """Chooses for x [num_rows, num_inputs] and a weight [num_outputs, num_inputs]."""
+        ...
+
+
+def max_product_bytes(
+    config: ModelConfig, choose: PlanChooser, max_rows: int, dtype: torch.dtype
+) -> int:
+    """Returns the size of the largest output of a product but the head's."""
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = ((heads + 2 * keys, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner))
+    largest = 0
+    for num_outputs, num_inputs in shapes:
+        for num_rows in {*(rows for rows in ROW_BUCKETS if rows <= max_rows), max_rows}:
+            plan = choose(num_rows, num_outputs, num_inputs)
+            item = dtype.itemsize if plan is None else plan.num_splits * torch.float32.itemsize
+            largest = max(largest, num_rows * num_outputs * item)
+    return largest
+
+
+class Products:
+    """Computes x @ weight^T into the workspace."""
+
+    def __init__(self, workspace: Workspace, choose: PlanChooser, *, use_pdl: bool) -> None:
+        """Keeps them."""
+        self._workspace = workspace
+        self._choose = choose
+        self._use_pdl = use_pdl
+
+    def multiply(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """Returns the product as sums [S, M, N] that the next kernel adds up.
+
+        It is overwritten by the next product.
+        """
+        num_rows, num_outputs = x_MK.shape[0], weight_NK.shape[0]
+        plan = self._choose(num_rows, num_outputs, x_MK.shape[1])
+        if plan is None:
+            out = self._workspace.product((1, num_rows, num_outputs), self._workspace.dtype)
+            torch.mm(x_MK, weight_NK.t(), out=out[0])
+        else:
+            shape = (plan.num_splits, num_rows, num_outputs)
+            out = self._workspace.product(shape, torch.float32)
+            small_product(x_MK, weight_NK, out, plan, use_pdl=self._use_pdl)
+        if bias_N is not None:
+            out[0].add_(bias_N)
+        return out
+
+    def logits(self, x_MK: Tensor, head_VK: Tensor) -> Tensor:
+        """Returns logits, float32 [M, V]: a bfloat16 of 30 could not tell 0.2 apart."""
+        num_rows, vocab_size = x_MK.shape[0], head_VK.shape[0]
+        out = self._workspace.logits(num_rows)
+        plan = self._choose(num_rows, vocab_size, x_MK.shape[1])
+        if plan is not None:
+            small_product(x_MK, head_VK, out.unsqueeze(0), plan, use_pdl=self._use_pdl)
+        elif x_MK.dtype == torch.float32:
+            torch.mm(x_MK, head_VK.t(), out=out)
+        else:
+            torch.mm(x_MK, head_VK.t(), out_dtype=torch.float32, out=out)
+        return out

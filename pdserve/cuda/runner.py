@@ -1,0 +1,224 @@
+"""Launches steps on a device and collects their tokens: the `StepRunner` of a GPU.
+
+    launch: rows and tables -> one copy -> graph, or kernels one by one -> sampling -> ids to host
+    result: waits for that last copy alone, while the step behind is computed
+
+Tokens that the host does not know yet are taken, on the device, from what the step before sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.engine import ATTENTION_TILE_TOKENS
+from pdserve.cuda.assembly import AssembledStep, Assembler, StepLimits
+from pdserve.cuda.device import Device, StepEvent
+from pdserve.cuda.graphs import CaptureReport, GraphSet
+from pdserve.cuda.model import CudaModel
+from pdserve.cuda.sampling import ChosenTokens, SampleSlot, TokenChooser
+from pdserve.cuda.scoring import PromptScores, score_prompts
+from pdserve.cuda.step_inputs import InputLimits, StepInputs
+from pdserve.cuda.step_rows import PromptChunk
+from pdserve.cuda.step_shape import ShapeChooser, StepShape, decode_shape, prompt_shape
+from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
+from pdserve.request import BlockId, Request, RequestId, SamplingParams
+
+
+@dataclass(kw_only=True, slots=True)
+class RunnerCounters:
+    """Totals since start."""
+
+    steps: int = 0
+    graph_steps: int = 0
+    host_tokens: int = 0
+    """Slices whose token the host chose: slower, and nothing is launched ahead of it."""
+
+
+class CudaStep:
+    """A step in flight."""
+
+    def __init__(
+        self, chosen: ChosenTokens, scores: Sequence[PromptScores], event: StepEvent
+    ) -> None:
+        """Keeps what will be there once the event has happened."""
+        self._chosen = chosen
+        self._scores = scores
+        self._event = event
+
+    def result(self) -> StepResult:
+        """Waits, and reads tokens from host memory."""
+        self._event.synchronize()
+        return StepResult(
+            sampled=self._chosen.read(),
+            prompt_logprobs={score.targets.request_id: score.read() for score in self._scores},
+        )
+
+
+class CudaRunner:
+    """A model, its KV memory and all buffers of a step. Used by one thread."""
+
+    max_steps_in_flight = 2
+
+    def __init__(
+        self,
+        model: CudaModel,
+        kv: KvTensors,
+        device: Device,
+        *,
+        inputs: StepInputs,
+        input_limits: InputLimits,
+        max_model_len: int,
+        is_deterministic: bool = False,
+        graph_shapes: Sequence[StepShape] = (),
+    ) -> None:
+        """Keeps them; graphs are captured by `capture`.
+
+        Args:
+            model: on the device.
+            kv: on the device.
+            device: of both.
+            inputs: buffers of what steps send.
+            input_limits: of those.
+            max_model_len: longest sequence.
+            is_deterministic: the way that tokens are batched changes no bit.
+            graph_shapes: what `capture` will capture.
+        """
+        self.model = model
+        self.kv = kv
+        self.counters = RunnerCounters()
+        self._device = device
+        self._inputs = inputs
+        self._input_limits = input_limits
+        self._shapes = tuple(graph_shapes)
+        self._graphs = GraphSet(device, self._compute, self._send_padding)
+        self._chooser = TokenChooser(device, input_limits.max_samples, model.config.vocab_size)
+        self._assembler = Assembler(
+            inputs,
+            ShapeChooser(self._shapes),
+            StepLimits(
+                block_size=kv.geometry.block_size,
+                num_blocks=kv.num_blocks,
+                vocab_size=model.config.vocab_size,
+                max_model_len=max_model_len,
+                keeps_prompts_apart=is_deterministic,
+            ),
+            input_limits.max_seqs,
+        )
+        self._max_model_len = max_model_len
+        self._previous: dict[RequestId, int] = {}
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> CudaStep:
+        """Starts a step; waits for nothing on the device.
+
+        Raises:
+            ValueError: a slice is empty, or names tokens or blocks out of range.
+        """
+        step = self._assembler.assemble(plan, self._previous)
+        for source, target in plan.copies:
+            self.kv.copy_block(source, target)
+        self._inputs.send(step.writer)
+        logits, scores, slots = self._forward(step)
+        chosen = self._chooser.choose(logits, slots)
+        self._previous = {slot.part.request.request_id: slot.row for slot in chosen.device_slots}
+        self.counters.steps += 1
+        self.counters.graph_steps += step.is_captured
+        self.counters.host_tokens += len(chosen.host_slots)
+        return CudaStep(chosen, scores, self._device.record())
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes a step and waits for it."""
+        return self.launch(plan).result()
+
+    def capture(self, shapes: Sequence[StepShape] | None = None) -> CaptureReport:
+        """Captures graphs, by default all; no step may be in flight. No KV is written.
+
+        What was captured before is captured anew.
+        """
+        return self._graphs.capture(self._shapes if shapes is None else shapes)
+
+    def drop_graphs(self) -> None:
+        """Gives up all graphs; for a runner that was only a trial."""
+        self._graphs.drop()
+
+    def compute(self, plan: StepPlan) -> CudaStep:
+        """Does this rank's part of a step."""
+        return self.launch(plan)
+
+    def compute_largest(self) -> None:
+        """Computes padding in the largest steps, so that all memory was asked for once."""
+        limits = self._input_limits
+        rows = min(limits.max_rows, self._max_model_len)
+        # All there is of context: its KV is gathered for a long chunk. Tables of zeros will do.
+        context = (self._max_model_len - rows) // rows * rows
+        last = PromptChunk(num_rows=rows, context=context)
+        steps: list[tuple[StepShape, tuple[PromptChunk, ...] | None]] = [
+            (decode_shape(limits.max_seqs), None),
+            (prompt_shape(limits.max_rows, min(limits.max_seqs, limits.max_rows)), None),
+            (prompt_shape(rows, 1), (last,)),
+        ]
+        for shape, chunks in steps:
+            self._send_padding(shape)
+            self._compute(shape, chunks)
+        self._device.synchronize()
+
+    def warm_up(self) -> None:
+        """Computes a prompt tile and a decode step, whose KV nobody will read."""
+        block_size = self.kv.geometry.block_size
+        room = min(self.kv.num_blocks * block_size, self._max_model_len)
+        num_tokens = min(ATTENTION_TILE_TOKENS, room - 1)
+        tokens = (0,) * (num_tokens + 1)
+        request = Request(
+            request_id=RequestId("warm-up"),
+            token_ids=tokens[:num_tokens],
+            num_prompt_tokens=num_tokens,
+            sampling=SamplingParams(temperature=0.0),
+        )
+        blocks = tuple(BlockId(i) for i in range(-(-(num_tokens + 1) // block_size)))
+        for start, end in ((0, num_tokens), (num_tokens, num_tokens + 1)):
+            part = SequenceSlice(
+                request=request,
+                start=start,
+                token_ids=tokens[start:end],
+                block_ids=blocks,
+                output_index=end - num_tokens,
+            )
+            self.run(StepPlan(slices=(part,)))
+
+    def _forward(
+        self, step: AssembledStep
+    ) -> tuple[Tensor | None, Sequence[PromptScores], Sequence[SampleSlot]]:
+        """Launches a step up to its logits; says in which rows of them each slot is."""
+        if step.targets:
+            return self._forward_scored(step)
+        if step.is_captured:
+            return self._graphs.replay(step.shape), (), step.slots
+        return self._compute(step.shape, step.chunks), (), step.slots
+
+    def _send_padding(self, shape: StepShape) -> None:
+        self._inputs.send(self._inputs.next_writer(shape))
+
+    def _compute(
+        self, shape: StepShape, chunks: tuple[PromptChunk, ...] | None = None
+    ) -> Tensor | None:
+        rows = self._inputs.take(shape, self._chooser.ids, chunks)
+        return self.model.forward(rows, self.kv)
+
+    def _forward_scored(
+        self, step: AssembledStep
+    ) -> tuple[Tensor | None, Sequence[PromptScores], Sequence[SampleSlot]]:
+        rows = self._inputs.take(step.shape, self._chooser.ids, step.chunks)
+        hidden = self.model.compute_hidden(rows, self.kv)
+        assert hidden is not None
+        scores = score_prompts(
+            hidden, self.model.score, step.targets, self._input_limits.max_samples
+        )
+        if not step.slots:
+            return None, scores, ()
+        at = torch.tensor([slot.row for slot in step.slots]).to(hidden.device, non_blocking=True)
+        logits = self.model.score(hidden.index_select(0, at))
+        slots = [SampleSlot(part=slot.part, row=row) for row, slot in enumerate(step.slots)]
+        return logits, scores, slots

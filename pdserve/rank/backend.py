@@ -1,0 +1,65 @@
+"""The seam between a rank and what computes: a CPU, or a CUDA GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.engine import EngineConfig
+from pdserve.config.model import KvGeometry, ModelConfig
+from pdserve.config.shape import RankPart
+from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.layers.parallel import Shard
+from pdserve.timeline import Clock
+
+ReportPhase = Callable[[str, float, str], None]
+"""Takes a phase that ended: its name, its seconds, and a detail."""
+Announce = Callable[[StepPlan], None]
+"""Tells the other ranks of a step that is about to be computed."""
+
+
+class RankRunner(StepRunner, Protocol):
+    """A `StepRunner` as a rank makes it."""
+
+    def warm_up(self) -> None:
+        """Computes a prompt tile and a decode step, whose KV nobody will read."""
+        ...
+
+    def compute(self, plan: StepPlan) -> object:
+        """Does this rank's part of a step that rank 0 samples for."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadJob:
+    """What to load."""
+
+    folder: Path
+    engine: EngineConfig
+    model: ModelConfig
+    geometry: KvGeometry
+    part: RankPart
+    shard: Shard | None
+    """None for an only rank."""
+    max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedParts:
+    """A model, memory for its KV, and what runs steps over both."""
+
+    kv: KvTensors
+    make_runner: Callable[[Announce | None], RankRunner]
+
+
+class Backend(Protocol):
+    """One kind of device."""
+
+    def load(self, job: LoadJob, clock: Clock, report: ReportPhase) -> LoadedParts:
+        """Loads a rank's part of the model and allocates its KV.
+
+        Raises:
+            ConfigError: something the user can mend.
+        """
+        ...

@@ -1,0 +1,40 @@
+"""The CUDA engine on whatever device there is: the CPU with Triton's interpreter, or a GPU."""
+
+from pathlib import Path
+
+import torch
+
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.engine import EngineConfig
+from pdserve.cuda.backend import make_parts, make_runner
+from pdserve.cuda.device import Device
+from pdserve.cuda.runner import CudaRunner
+from pdserve.models.folder import effective_max_model_len, geometry_of, read_model_config
+from pdserve.rank.backend import LoadJob
+from pdserve.timeline import MonotonicClock
+
+
+def make_job(folder: Path, engine: EngineConfig) -> LoadJob:
+    config = read_model_config(folder)
+    geometry = geometry_of(config, engine)
+    return LoadJob(
+        folder=folder,
+        engine=engine,
+        model=config,
+        geometry=geometry,
+        part=geometry.parts[0],
+        shard=None,
+        max_model_len=effective_max_model_len(config, engine.max_model_len),
+    )
+
+
+def make_cuda_runner(
+    folder: Path, engine: EngineConfig, num_blocks: int = 32, device: str = "cpu"
+) -> CudaRunner:
+    job, place = make_job(folder, engine), Device(torch.device(device))
+    parts = make_parts(job, place, MonotonicClock(), lambda name, seconds, detail: None)
+    kv = KvTensors(job.geometry, num_blocks, job.part, place.torch_device)
+    runner = make_runner(job, parts, kv)
+    if parts.shapes:
+        runner.capture()
+    return runner
