@@ -115,7 +115,8 @@ def decode_attention(
         soft_cap: scores are squeezed into (-soft_cap, soft_cap) by tanh; None leaves them.
         queries_per_sequence: T; each token sees itself and what is before it.
         split_tokens: a split's size, a multiple of the tuning's tile. A sequence's result then
-            depends on no other sequence. None cuts the batch into equal parts, which is quicker.
+            depends on no other sequence, but on the scratch's `max_splits` if it needs more. None
+            cuts the batch into equal parts, which is quicker.
         tuning: None for the defaults.
         use_pdl: whether the launch may begin before the kernel ahead of it has ended (sm_90).
             Lengths and tables must not be that kernel's doing.
