@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from launcher.gpus import find_gpus, pick_gpu
 from launcher.model_source import resolve_model
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Member, Scale, plan_size
@@ -34,7 +35,7 @@ from launcher.role_commands import (
 )
 from launcher.supervision import LeaseWatch
 from pdserve.config.cluster import ClusterConfig
-from pdserve.config.load import to_argv
+from pdserve.config.load import read_visible_gpus, to_argv
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.registry.base import RegistryUnavailable, WorkerRecord
@@ -85,6 +86,9 @@ class Supervisor:
         self.redis_url = config.redis_url
         self.router: Replica | None = None
         self.workers: dict[str, tuple[WorkerConfig, Replica]] = {}
+        self._gpus = find_gpus(read_visible_gpus())
+        self._gpu_of: dict[str, str] = {}
+        """Of each replica that computes on one, by worker id; kept over its restarts."""
         self.records: dict[str, WorkerRecord] = {}
         self.orders: SimpleQueue[Scale | Drain] = SimpleQueue()
         """From any thread, for this one."""
@@ -185,11 +189,21 @@ class Supervisor:
         return Replica(
             worker.worker_id,
             argv,
-            environment_of(worker),
+            {**environment_of(worker), **self._assign_gpu(worker)},
             self._report_child,
             new_watch,
             place=self._place,
         )
+
+    def _assign_gpu(self, worker: WorkerConfig) -> dict[str, str]:
+        """Returns the variable that shows a replica its own GPU, and no other."""
+        if worker.engine.device != "cuda":
+            return {}
+        gpu = pick_gpu(self._gpus, tuple(self._gpu_of.values()))
+        if gpu is None:
+            return {}
+        self._gpu_of[worker.worker_id] = gpu
+        return {"CUDA_VISIBLE_DEVICES": gpu}
 
     def _report_child(self, line: str) -> None:
         # What ends the start is told once, as its error, and not by every replica.
@@ -268,6 +282,7 @@ class Supervisor:
             for name, (config, worker) in self.workers.items()
             if not worker.is_retiring or worker.poll() is None
         }
+        self._gpu_of = {name: gpu for name, gpu in self._gpu_of.items() if name in self.workers}
 
     def _carry_out(self, order: Scale | Drain) -> None:
         plan = plan_size(self.members(), order)

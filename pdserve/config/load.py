@@ -245,6 +245,11 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** _SIZE_POWER[match[2].lower()])
 
 
+def read_visible_gpus() -> str | None:
+    """Returns CUDA_VISIBLE_DEVICES of this process; None where it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def read_environment() -> dict[str, str]:
     """Returns the variables that belong to pdserve."""
     return {k: v for k, v in os.environ.items() if k.startswith(ENVIRONMENT_PREFIX)}
