@@ -1,4 +1,12 @@
+import os
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Kernels then run in Triton's interpreter. It reads this once, when it is first imported:
+    # that may be by any test module.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SOAK_TIMEOUT_S = 3600.0
 

@@ -1,13 +1,6 @@
-"""Kernels run through Triton's interpreter where there is no device."""
+"""Mends Triton's interpreter, in which kernels run where there is no device."""
 
-import os
 from typing import Any
-
-import torch
-
-if not torch.cuda.is_available():
-    # Read when triton is first imported, which the tests beside this file do.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 
