@@ -141,6 +141,10 @@ class MemoryLinks:
         return sent, landed
 
 
+RankMaker = Callable[[Path, EngineConfig, int], tuple[KvTensors, StepRunner]]
+"""Makes KV memory of so many blocks and what computes over it."""
+
+
 class EnginePair:
     """One prefill and one decode engine over the same model folder."""
 
@@ -153,13 +157,16 @@ class EnginePair:
         handoff: HandoffConfig | None = None,
         max_local_prefill_tokens: int | None = None,
         is_overlapped: bool = False,
+        make_rank: RankMaker | None = None,
         **engine: object,
     ) -> None:
         self.clock = ManualClock()
         self.links = MemoryLinks()
         self.config = EngineConfig(model=str(folder), **engine)
         self._model_config = read_model_config(folder)
-        self._model = load_model(folder, self.config)
+        self._folder = folder
+        self._make_rank = make_rank
+        self._model = None if make_rank is not None else load_model(folder, self.config)
         self._handoff = handoff or HandoffConfig(frame_tokens=64)
         self._max_local = max_local_prefill_tokens
         self._is_overlapped = is_overlapped
@@ -184,7 +191,11 @@ class EnginePair:
         self, role: Role, incarnation: Incarnation, num_blocks: int, outbox: RecordingOutbox
     ) -> RankContext:
         geometry = geometry_of(self._model_config, self.config)
-        kv = KvTensors(geometry, num_blocks)
+        if self._make_rank is not None:
+            kv, runner = self._make_rank(self._folder, self.config, num_blocks)
+        else:
+            kv = KvTensors(geometry, num_blocks)
+            runner = self._make_runner(kv)
         config = WorkerConfig(
             role=role,
             worker_id=f"{role.value}-0",
@@ -202,11 +213,12 @@ class EnginePair:
             model=self._model_config,
             geometry=geometry,
             kv=kv,
-            runner=self._make_runner(kv),
+            runner=runner,
             max_model_len=min(self._model_config.max_position, num_blocks * geometry.block_size),
         )
 
     def _make_runner(self, kv: KvTensors) -> StepRunner:
+        assert self._model is not None
         runner = ModelRunner(self._model, kv)
         if not self._is_overlapped:
             return runner
