@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pdserve.errors import InternalError, PdserveError, WorkerLost
+from pdserve.errors import DeadlineExceeded, InternalError, PdserveError, WorkerLost
 from pdserve.rpc.server import channel_options
 from pdserve.rpc.status import error_from_rpc, has_details
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -155,7 +155,11 @@ def get_loads(channel: grpc.Channel, *, timeout_s: float = 10.0) -> list[inferen
 def client_error(error: grpc.RpcError, address: str | None = None) -> PdserveError:
     """Turns a failed call into our error; what gRPC says of connections gets a plain text."""
     found = error_from_rpc(error)
-    if not isinstance(found, WorkerLost) or has_details(error):
+    if has_details(error):
+        return found
+    if isinstance(found, DeadlineExceeded):
+        return DeadlineExceeded("no whole answer came within the time that it was given")
+    if not isinstance(found, WorkerLost):
         return found
     text = str(found)
     if _NO_CONNECTION.search(text):

@@ -10,6 +10,8 @@ from pdserve.config.router import RouterConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.request import Role
 
+RESTART_WAIT_S = 60.0
+"""How long a stream waits for a worker: one that died is started again and loads its model."""
 HIDDEN_FIELDS = ("redis_url", "api_keys", "cluster_secret")
 """Told by `environment_of`, not by flag."""
 
@@ -83,6 +85,7 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         cluster_secret=site.secret,
         local_prefill_tokens=config.local_prefill_tokens,
         worker_silence_s=config.worker_silence_s,
+        no_worker_wait_s=RESTART_WAIT_S,
         max_client_buffer_bytes=config.max_client_buffer_bytes,
         drain_timeout_s=config.drain_timeout_s,
         log_level=config.log_level,

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from launcher.client import Generation, client_error, to_dict
 from launcher.commands.status import workers_table
-from pdserve.errors import InternalError, NoWorker, WorkerLost
+from pdserve.errors import DeadlineExceeded, InternalError, NoWorker, WorkerLost
 from pdserve.rpc.status import DETAILS_KEY, status_of
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 
@@ -88,11 +88,13 @@ def test_stream_without_a_completion_has_no_finish_reason() -> None:
         to_dict(generation)
 
 
-def failed_call(text: str, details: bytes | None = None) -> grpc.RpcError:
+def failed_call(
+    text: str,
+    details: bytes | None = None,
+    code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE,
+) -> grpc.RpcError:
     trailing = () if details is None else ((DETAILS_KEY, details),)
-    return grpc.aio.AioRpcError(
-        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), text
-    )
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), text)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,16 @@ def test_words_of_grpc_are_not_shown(text: str, shown: str) -> None:
     assert isinstance(found, WorkerLost)
     assert str(found).startswith(shown)
     assert text[:14] not in str(found)
+
+
+def test_a_deadline_of_ones_own_is_told_in_plain_words() -> None:
+    error = failed_call(
+        "Stream removed (Deadline Exceeded)", None, grpc.StatusCode.DEADLINE_EXCEEDED
+    )
+    found = client_error(error, "a:1")
+    assert type(found) is DeadlineExceeded
+    assert "within the time that it was given" in str(found)
+    assert "Stream removed" not in str(found)
 
 
 def test_what_the_server_said_is_shown() -> None:
