@@ -36,6 +36,7 @@ def serving(dtype: str) -> Iterator[tuple[psutil.Process, float, list[str]]]:
     """Serves; yields the launcher, seconds until it was ready, and its lines."""
     argv = [sys.executable, "-m", "launcher.cli", "serve", MODEL, "--prefill=2", "--decode=2"]
     argv += [f"--dtype={dtype}", "--port=0", "--http-port=0", f"--kv-cache-memory={KV_BYTES}"]
+    argv += ["--log-level=warning"]
     started_s = time.monotonic()
     child = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
