@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pdserve.cache.kv_tensors import KvTensors
-from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.cuda.assembly import AssembledStep, Assembler, StepLimits
 from pdserve.cuda.device import Device, StepEvent
 from pdserve.cuda.graphs import CaptureReport, GraphSet
@@ -23,8 +22,9 @@ from pdserve.cuda.scoring import PromptScores, score_prompts
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_rows import PromptChunk
 from pdserve.cuda.step_shape import ShapeChooser, StepShape, decode_shape, prompt_shape
-from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
-from pdserve.request import BlockId, Request, RequestId, SamplingParams
+from pdserve.engine.batch import StepPlan, StepResult
+from pdserve.engine.warm_up import make_warm_up_plans
+from pdserve.request import RequestId
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,24 +169,8 @@ class CudaRunner:
         """Computes a prompt tile and a decode step, whose KV nobody will read."""
         block_size = self.kv.geometry.block_size
         room = min(self.kv.num_blocks * block_size, self._max_model_len)
-        num_tokens = min(ATTENTION_TILE_TOKENS, room - 1)
-        tokens = (0,) * (num_tokens + 1)
-        request = Request(
-            request_id=RequestId("warm-up"),
-            token_ids=tokens[:num_tokens],
-            num_prompt_tokens=num_tokens,
-            sampling=SamplingParams(temperature=0.0),
-        )
-        blocks = tuple(BlockId(i) for i in range(-(-(num_tokens + 1) // block_size)))
-        for start, end in ((0, num_tokens), (num_tokens, num_tokens + 1)):
-            part = SequenceSlice(
-                request=request,
-                start=start,
-                token_ids=tokens[start:end],
-                block_ids=blocks,
-                output_index=end - num_tokens,
-            )
-            self.run(StepPlan(slices=(part,)))
+        for plan in make_warm_up_plans(room, block_size):
+            self.run(plan)
 
     def _forward(
         self, step: AssembledStep

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pdserve.cache.kv_tensors import KvTensors
-from pdserve.config.engine import ATTENTION_TILE_TOKENS
-from pdserve.engine.batch import CompletedStep, SequenceSlice, StepPlan, StepResult
+from pdserve.engine.batch import CompletedStep, StepPlan, StepResult
 from pdserve.engine.forward_batch import build_batch
 from pdserve.engine.host_sampling import sample_slice
+from pdserve.engine.warm_up import make_warm_up_plans
 from pdserve.models.llama import LlamaModel
 from pdserve.request import (
-    BlockId,
-    Request,
     RequestId,
     SampledToken,
-    SamplingParams,
 )
 from pdserve.sampler import score_token
 
@@ -99,24 +96,8 @@ class ModelRunner:
         """
         block_size = self.kv.geometry.block_size
         room = min(self.kv.num_blocks * block_size, self.model.max_model_len)
-        num_tokens = min(ATTENTION_TILE_TOKENS, room - 1)
-        tokens = (0,) * (num_tokens + 1)
-        request = Request(
-            request_id=RequestId("warm-up"),
-            token_ids=tokens[:num_tokens],
-            num_prompt_tokens=num_tokens,
-            sampling=SamplingParams(temperature=0.0),
-        )
-        blocks = tuple(BlockId(i) for i in range(-(-(num_tokens + 1) // block_size)))
-        for start, end in ((0, num_tokens), (num_tokens, num_tokens + 1)):
-            part = SequenceSlice(
-                request=request,
-                start=start,
-                token_ids=tokens[start:end],
-                block_ids=blocks,
-                output_index=end - num_tokens,
-            )
-            self.run(StepPlan(slices=(part,)))
+        for plan in make_warm_up_plans(room, block_size):
+            self.run(plan)
 
     def _check(self, plan: StepPlan) -> None:
         """Refuses what would read or write outside of a tensor."""
