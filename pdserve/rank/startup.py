@@ -24,7 +24,7 @@ from pdserve.rank.follow import BuildFollower, follow
 from pdserve.rank.followers import Followers
 from pdserve.rank.inbox import Inbox, read_channel
 from pdserve.rank.loading import RankArguments, load_rank
-from pdserve.rank.meeting import FolderMeeting
+from pdserve.rank.meeting import FolderMeeting, KeyBook, RelayedMeeting
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.step_loop import Engine, StepLoop
 from pdserve.request import Incarnation
@@ -59,14 +59,17 @@ class RankContext:
 
 def run_rank(build: Callable[[RankContext], Engine], build_follower: BuildFollower) -> int:
     """Runs this process; returns its exit status."""
-    config, channel, arguments = _parse_arguments()
+    config, channel, parsed = _parse_arguments()
     torch.set_num_threads(1)
-    inbox, outbox = Inbox(), Outbox(channel)
+    inbox, outbox, keys = Inbox(), Outbox(channel), KeyBook()
+    arguments = _make_arguments(parsed, keys, outbox)
+    # From the start: other ranks' keys come over this channel while this one loads.
+    read_channel(channel, inbox, keys, has_calls=arguments.rank == 0)
     try:
         if arguments.rank > 0:
             follow(config, arguments, inbox, outbox, build_follower)
         else:
-            _lead(config, arguments, inbox, outbox, channel, build)
+            _lead(config, arguments, inbox, outbox, build)
     except ConfigError as error:
         outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=True)))
         return 2
@@ -79,26 +82,33 @@ def run_rank(build: Callable[[RankContext], Engine], build_follower: BuildFollow
     return 0
 
 
-def _parse_arguments() -> tuple[WorkerConfig, BlockingChannel, RankArguments]:
+def _parse_arguments() -> tuple[WorkerConfig, BlockingChannel, argparse.Namespace]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--rank-fds", type=int, nargs="*", default=[])
-    parser.add_argument("--group-folder", type=Path, default=Path())
+    parser.add_argument("--group-folder", type=Path, default=None)
     parsed = parser.parse_args()
     config = worker_config_from_json(parsed.config)
     process = f"rank{parsed.rank}" if parsed.rank_fds else "rank"
     fields = {"worker_id": config.worker_id, "process": process}
     configure_logging(config.log_level, fields)
-    arguments = RankArguments(
+    return config, _channel_of(parsed.channel_fd), parsed
+
+
+def _make_arguments(parsed: argparse.Namespace, keys: KeyBook, outbox: Outbox) -> RankArguments:
+    def tell(key: str, value: bytes) -> None:
+        outbox.send(rank_pb2.FromRank(key=rank_pb2.StoreKey(key=key, value=value)))
+
+    folder: Path | None = parsed.group_folder
+    return RankArguments(
         incarnation=Incarnation(parsed.incarnation),
         rank=parsed.rank,
-        meeting=FolderMeeting(parsed.group_folder),
+        meeting=RelayedMeeting(keys, tell) if folder is None else FolderMeeting(folder),
         rank_channels=tuple(_channel_of(fd) for fd in parsed.rank_fds),
     )
-    return config, _channel_of(parsed.channel_fd), arguments
 
 
 def _channel_of(fd: int) -> BlockingChannel:
@@ -112,7 +122,6 @@ def _lead(
     arguments: RankArguments,
     inbox: Inbox,
     outbox: Outbox,
-    channel: BlockingChannel,
     build: Callable[[RankContext], Engine],
 ) -> None:
     """Lives as rank 0."""
@@ -122,7 +131,6 @@ def _lead(
     # the middle of somebody's stream.
     gc.collect()
     gc.freeze()
-    read_channel(channel, inbox)
     if context.followers is not None:
         context.followers.read_into(inbox)
     _announce(context)
