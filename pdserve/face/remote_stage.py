@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import ConfigError, WorkerLost
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
+from pdserve.rpc.stage_handshake import receive_from_stage
 from pdserve.rpc.v1 import rank_pb2, stage_pb2
-from pdserve.stage.handshake import receive_from_stage
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pdserve.config.stage import StageConfig
 from pdserve.registry.base import Registry, RegistryUnavailable, StageRecord
 from pdserve.request import Incarnation, Role, WorkerId
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
+from pdserve.rpc.stage_handshake import Claim, accept, check_token
 from pdserve.stage.door import Door
-from pdserve.stage.handshake import Claim, accept, check_token
 from pdserve.stage.life import StageLife
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,8 @@ class StageHolder:
                 if task.done():
                     task.result()
         finally:
-            for task in (*tasks, stopping):
+            stopping.cancel()
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.door.close()

@@ -20,8 +20,8 @@ from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.process import ChildProcess
 from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, prepare_stream
+from pdserve.rpc.stage_handshake import receive_to_stage
 from pdserve.rpc.v1 import rank_pb2, stage_pb2
-from pdserve.stage.handshake import receive_to_stage
 
 logger = logging.getLogger(__name__)
 
