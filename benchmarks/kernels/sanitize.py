@@ -28,8 +28,8 @@ from pathlib import Path
 from benchmarks.kernels.sanitize_calls import CALLS
 
 TOOLS = ("memcheck", "racecheck")
-NUM_PROCESSES = 8
-TIMEOUT_S = 110.0
+NUM_PROCESSES = 10
+TIMEOUT_S = 100.0
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 CONTROL = """
 __global__ void wrong(int *out) {
@@ -59,6 +59,12 @@ class Verdict:
     """Errors or hazards; None if the tool did not say."""
     seconds: float
     output: str
+
+    def describe(self) -> str:
+        """Returns a few words."""
+        found = "no summary" if self.num_found is None else f"{self.num_found} found"
+        ended = "" if self.has_ended else ", did not end"
+        return f"{found}{ended} ({self.seconds:.0f} s)"
 
     @property
     def is_clean(self) -> bool:
@@ -92,7 +98,7 @@ def inspect(sanitizer: str, tool: str, name: str, program: list[str]) -> Verdict
         output = run.stdout
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace") + "\ntimed out"
-    return Verdict(
+    verdict = Verdict(
         name=name,
         tool=tool,
         has_ended=f"{name}: done" in output,
@@ -100,6 +106,8 @@ def inspect(sanitizer: str, tool: str, name: str, program: list[str]) -> Verdict
         seconds=time.monotonic() - started_s,
         output=output,
     )
+    print(f"{tool} {name}: {verdict.describe()}", flush=True)
+    return verdict
 
 
 def build_control(folder: Path) -> list[str] | None:
@@ -116,15 +124,8 @@ def build_control(folder: Path) -> list[str] | None:
 def report(verdicts: list[Verdict], controls: list[Verdict]) -> bool:
     """Prints the table and what was found; returns whether all is as it must be."""
     for name in dict.fromkeys(one.name for one in verdicts):
-        cells = []
-        for one in verdicts:
-            if one.name == name:
-                found = "no summary" if one.num_found is None else f"{one.num_found} found"
-                ended = "" if one.has_ended else ", did not end"
-                cells.append(f"{one.tool} {found}{ended} ({one.seconds:.0f} s)")
+        cells = [f"{one.tool} {one.describe()}" for one in verdicts if one.name == name]
         print(f"{name:18}", "; ".join(cells))
-    for one in controls:
-        print(f"{'wrong program':18} {one.tool} {one.num_found} found")
     for one in verdicts:
         if not one.is_clean:
             lines = [line for line in one.output.splitlines() if line.strip(" =")]

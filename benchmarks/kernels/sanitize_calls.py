@@ -282,19 +282,20 @@ def call_prefill_attention() -> None:
 
 
 CALLS: dict[str, Callable[[], None]] = {
+    "sampling": call_sampling,
+    "decode_attention": call_decode_attention,
+    "prefill_attention": call_prefill_attention,
+    "streamed_product": call_streamed_product,
+    "tiled_product": call_tiled_product,
+    "row_product": call_row_product,
+    "rotary_store": call_rotary_store,
     "norm": call_norm,
     "embedding": call_embedding,
     "silu_mul": call_silu_mul,
-    "rotary_store": call_rotary_store,
-    "step_inputs": call_step_inputs,
-    "sampling": call_sampling,
     "merge": call_merge,
-    "row_product": call_row_product,
-    "tiled_product": call_tiled_product,
-    "streamed_product": call_streamed_product,
-    "decode_attention": call_decode_attention,
-    "prefill_attention": call_prefill_attention,
+    "step_inputs": call_step_inputs,
 }
+"""The slow ones first."""
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from pdserve.request import Request
 from tests.support.cuda_engine import make_cuda_runner
 from tests.support.engine_pair import EnginePair, PairRouter
 
-
 RunnerWrap = Callable[[CudaRunner], StepRunner]
 
 
