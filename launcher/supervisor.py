@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from launcher.gpus import check_gpus, find_gpus, pick_gpus
+from launcher.gpus import check_gpus, check_has_gpu, find_gpus, pick_gpus
 from launcher.model_source import resolve_model
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Member, Scale, plan_size
@@ -131,9 +131,8 @@ class Supervisor:
 
     def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
         config = self._config
-        for role, engine in ((Role.PREFILL, config.engine), (Role.DECODE, config.decode_engine)):
-            if role is Role.DECODE or config.num_prefill:
-                check_gpus(role, engine, self._gpus)
+        if isinstance(self._place, LocalPlace):
+            self._check_gpus()
         check_port_is_free(resolve_host(config.host), self._ports.grpc)
         if not config.no_http:
             check_port_is_free(resolve_host(config.host), self._ports.http)
@@ -198,12 +197,24 @@ class Supervisor:
             place=self._place,
         )
 
+    def _check_gpus(self) -> None:
+        config = self._config
+        if config.engine.device == "cuda":
+            check_has_gpu(read_visible_gpus())
+        engines = {Role.DECODE: config.decode_engine}
+        if config.num_prefill:
+            engines[Role.PREFILL] = config.engine
+        for role, engine in engines.items():
+            is_spread = config.spread_stages
+            num_ranks = engine.tensor_parallel if is_spread else engine.num_ranks
+            check_gpus(role, engine, num_ranks, self._gpus)
+
     def _assign_gpus(self, worker: WorkerConfig) -> dict[str, str]:
         """Returns the variable that shows a replica the GPUs of its ranks, and no other."""
-        if worker.engine.device != "cuda":
+        if worker.engine.device != "cuda" or not self._gpus:
             return {}
         taken = [gpu for gpus in self._gpus_of.values() for gpu in gpus]
-        gpus = pick_gpus(self._gpus, taken, worker.engine.num_ranks)
+        gpus = pick_gpus(self._gpus, taken, worker.num_local_ranks)
         self._gpus_of[worker.worker_id] = gpus
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 

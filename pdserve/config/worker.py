@@ -107,3 +107,8 @@ class WorkerConfig:
     def has_remote_stages(self) -> bool:
         """Whether some ranks are on other nodes than the face."""
         return self.spread_stages and self.engine.pipeline_parallel > 1
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks on the node of the face."""
+        return self.engine.tensor_parallel if self.spread_stages else self.engine.num_ranks
