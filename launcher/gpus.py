@@ -2,10 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
+from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
@@ -79,3 +81,41 @@ def check_has_gpu(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> N
         raise ConfigError("--device cuda needs a GPU, but CUDA_VISIBLE_DEVICES shows none")
     if not (device_folder / WSL_DEVICE).exists():
         raise ConfigError("--device cuda needs a GPU, and this machine has none")
+
+
+class GpuDealer:
+    """Gives each replica of this machine the GPUs of its ranks; it keeps them over restarts."""
+
+    def __init__(self, visible: str | None) -> None:
+        """Takes this process's own CUDA_VISIBLE_DEVICES; None where it is not set."""
+        self._visible = visible
+        self._gpus = find_gpus(visible)
+        self._dealt: dict[str, tuple[str, ...]] = {}
+
+    def check(self, config: ClusterConfig) -> None:
+        """Checks, before anything is started, that there are enough for each replica.
+
+        Raises:
+            ConfigError: there are too few, or none.
+        """
+        if config.engine.device == "cuda":
+            check_has_gpu(self._visible)
+        engines = {Role.DECODE: config.decode_engine}
+        if config.num_prefill:
+            engines[Role.PREFILL] = config.engine
+        for role, engine in engines.items():
+            num_ranks = engine.tensor_parallel if config.spread_stages else engine.num_ranks
+            check_gpus(role, engine, num_ranks, self._gpus)
+
+    def deal(self, worker: WorkerConfig) -> dict[str, str]:
+        """Returns the variable that shows a replica its GPUs, and no other."""
+        if worker.engine.device != "cuda" or not self._gpus:
+            return {}
+        taken = [gpu for gpus in self._dealt.values() for gpu in gpus]
+        gpus = pick_gpus(self._gpus, taken, worker.num_local_ranks)
+        self._dealt[worker.worker_id] = gpus
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+    def keep(self, worker_ids: Collection[str]) -> None:
+        """Takes back what others have."""
+        self._dealt = {name: gpus for name, gpus in self._dealt.items() if name in worker_ids}

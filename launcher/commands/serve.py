@@ -1,8 +1,10 @@
 """`pdserve serve`: a whole cluster on this machine, until it is told to stop."""
 
+import secrets
 import signal
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import Annotated, Literal
 
@@ -25,6 +27,7 @@ from pdserve.config.log_level import LogLevel
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
+from pdserve.rpc.stage_handshake import check_token
 
 EXIT_FORCED = 1
 """The user asked for it, but requests were cut."""
@@ -189,6 +192,12 @@ def serve(
         bool,
         typer.Option("--ray-dashboard", help="With Ray's dashboard, on loopback."),
     ] = False,
+    ray_nodes: Annotated[
+        Literal["here", "any"],
+        typer.Option(
+            help="Where replicas may be: on this machine, or on any node, listening on its address."
+        ),
+    ] = "here",
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
@@ -255,11 +264,32 @@ def serve(
     place: Place | None = None
     if launcher == "ray":
         engines = {Role.PREFILL: config.engine, Role.DECODE: config.decode_engine}
-        ray = RayConfig(address=ray_address, has_dashboard=ray_dashboard)
+        ray = RayConfig(
+            address=ray_address, has_dashboard=ray_dashboard, is_anywhere=ray_nodes == "any"
+        )
+        check_reach(config, ray)
         place = RayPlace(ray, report=write_line, engines=engines)
-    elif ray_address is not None or ray_dashboard:
-        raise ConfigError("--ray-address and --ray-dashboard need --launcher ray")
+        if config.stage_token is None:
+            config = replace(config, stage_token=secrets.token_hex(32))
+    elif ray_address is not None or ray_dashboard or ray_nodes == "any":
+        raise ConfigError("--ray-address, --ray-dashboard and --ray-nodes need --launcher ray")
+    elif config.spread_stages:
+        check_token(config.stage_token)
     return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line, place=place))
+
+
+def check_reach(config: ClusterConfig, ray: RayConfig) -> None:
+    """Refuses replicas on other nodes that could not reach what is here.
+
+    Raises:
+        ConfigError: the router, or Redis, listens on loopback alone.
+    """
+    if not ray.is_anywhere:
+        return
+    if ray.address is None:
+        raise ConfigError("--ray-nodes any needs --ray-address: a cluster of our own has one node")
+    if config.redis_url is None:
+        raise ConfigError("--ray-nodes any needs --redis, at an address that all nodes can reach")
 
 
 def run_until_signal(cluster: LocalCluster) -> int:
