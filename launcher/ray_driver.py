@@ -198,7 +198,7 @@ def _list_nodes() -> dict[str, RayNode]:
     }
 
 
-def _await(reference: "ray.ObjectRef[object]") -> Iterator[None]:
+def _await(reference: "ray.ObjectRef[Any]") -> Iterator[None]:
     while not ray.wait([reference], timeout=0, fetch_local=False)[0]:
         yield
 
