@@ -24,8 +24,8 @@ _TILE_VALUES = 2048
 class FrameRows:
     """The tokens of some layers and heads that a frame holds."""
 
-    values_LKBSHD: Tensor
-    """A view of the blocks, of the frame's layers and heads only; the last dim is contiguous."""
+    values: Tensor
+    """LKBSHD: a view of the blocks, of the frame's layers and heads only."""
     block_ids: Tensor
     """int32, on the device: the blocks that hold the tokens, in order."""
     offset: int
@@ -179,7 +179,7 @@ def gather_frame(
         checksum: int64 [2], zero, gets the frame's checksum; None skips it.
         num_programs: how many run at a time, at most.
     """
-    if dtype == rows.values_LKBSHD.dtype and _has_whole_rows(rows):
+    if dtype == rows.values.dtype and _has_whole_rows(rows):
         _copy(rows, frame, checksum, num_programs, is_gather=True)
         return
     _convert(rows, frame, dtype, num_programs, is_gather=True)
@@ -196,7 +196,7 @@ def scatter_frame(rows: FrameRows, frame: Tensor, dtype: torch.dtype, *, num_pro
         dtype: of its values.
         num_programs: how many run at a time, at most.
     """
-    if dtype == rows.values_LKBSHD.dtype and _has_whole_rows(rows):
+    if dtype == rows.values.dtype and _has_whole_rows(rows):
         _copy(rows, frame, None, num_programs, is_gather=False)
     else:
         _convert(rows, frame, dtype, num_programs, is_gather=False)
@@ -213,7 +213,8 @@ def add_checksum(frame: Tensor, checksum: Tensor, *, num_programs: int) -> None:
 
 def _has_whole_rows(rows: FrameRows) -> bool:
     """Says whether a token's heads lie side by side, in whole words."""
-    values, size = rows.values_LKBSHD, rows.values_LKBSHD.element_size()
+    values = rows.values
+    size = values.element_size()
     row_values = values.shape[4] * values.shape[5]
     counts = (row_values, values.stride(3), values.storage_offset())
     return values.stride(4) == values.shape[5] and all(count * size % 4 == 0 for count in counts)
@@ -222,7 +223,7 @@ def _has_whole_rows(rows: FrameRows) -> bool:
 def _copy(
     rows: FrameRows, frame: Tensor, checksum: Tensor | None, num_programs: int, *, is_gather: bool
 ) -> None:
-    values = rows.values_LKBSHD
+    values = rows.values
     per_word = 4 // values.element_size()
     row_words = values.shape[4] * values.shape[5] // per_word
     num_rows = values.shape[0] * 2 * rows.num_tokens
@@ -261,7 +262,7 @@ def _as_words(values: Tensor) -> Tensor:
 def _convert(
     rows: FrameRows, frame: Tensor, dtype: torch.dtype, num_programs: int, *, is_gather: bool
 ) -> None:
-    values = rows.values_LKBSHD
+    values = rows.values
     num_layers, _, _, block_size, num_heads, head_dim = values.shape
     num_rows = num_layers * 2 * rows.num_tokens * num_heads
     has_scales = dtype.itemsize == 1
