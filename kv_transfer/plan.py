@@ -12,7 +12,6 @@ from dataclasses import astuple, dataclass
 
 from kv_transfer.lanes import KvPair, make_lanes
 from pdserve.config.model import KvGeometry
-from pdserve.config.shape import ITEM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +96,6 @@ def make_manifest(
     while start < num_tokens:
         end = min(start - start % frame_tokens + frame_tokens, num_tokens)
         for lane in lanes:
-            num_values = (end - start) * len(lane.layers) * len(lane.heads)
             frames.append(
                 Frame(
                     index=len(frames),
@@ -109,7 +107,7 @@ def make_manifest(
                     num_heads=len(lane.heads),
                     prefill_rank=lane.prefill_rank,
                     decode_rank=lane.decode_rank,
-                    num_bytes=num_values * pair.wire_bytes_per_head,
+                    num_bytes=pair.frame_bytes(end - start, len(lane.layers), len(lane.heads)),
                     dtype=pair.wire_dtype,
                 )
             )
@@ -119,17 +117,6 @@ def make_manifest(
         num_blocks=-(-num_tokens // size) - num_cached_tokens // size,
         digest=_digest(pair, frames),
     )
-
-
-def max_frame_bytes(geometry: KvGeometry, rank: int, frame_tokens: int, wire_dtype: str) -> int:
-    """Returns the size of the largest frame that a decode rank can get: of a landing slot.
-
-    No wire dtype that is negotiated is wider than the decode worker's own.
-    """
-    part = geometry.parts[rank]
-    item_bytes = ITEM_BYTES.get(wire_dtype, geometry.item_bytes)
-    values = 2 * len(part.layers) * len(part.kv_heads) * geometry.head_dim
-    return frame_tokens * values * item_bytes
 
 
 def _digest(pair: KvPair, frames: list[Frame]) -> bytes:

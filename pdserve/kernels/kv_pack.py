@@ -17,6 +17,9 @@ CHECKSUM_WORDS = 2
 """int64, modulo 2^32: the sum of a frame's words, and of each times its odd weight 2 i + 1."""
 MAX_FP8 = 448.0
 _TILE_WORDS = 4096
+_NUM_WARPS = 8
+_SIZES = ["offset", "num_tokens", "num_rows", "num_words"]
+"""They differ from frame to frame: compiled for none of them, no frame waits for a compiler."""
 _TILE_VALUES = 2048
 
 
@@ -45,7 +48,7 @@ def _add(cell_ptr, parts):
     tl.atomic_add(cell_ptr, tl.sum(parts, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def copy_rows_kernel(
     blocks_ptr,
     frame_ptr,
@@ -94,7 +97,7 @@ def copy_rows_kernel(
         _add(checksum_ptr + 1, tl.sum(weighted.to(tl.int64), axis=1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def convert_rows_kernel(
     blocks_ptr,
     frame_ptr,
@@ -148,7 +151,7 @@ def convert_rows_kernel(
             tl.store(block_at, data.to(blocks_ptr.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def checksum_kernel(frame_ptr, checksum_ptr, num_words, BLOCK_W: tl.constexpr):
     """Adds a frame's words up; loops over its tiles."""
     total = tl.zeros([BLOCK_W], dtype=tl.int32)
@@ -207,7 +210,7 @@ def add_checksum(frame: Tensor, checksum: Tensor, *, num_programs: int) -> None:
     words = frame.view(torch.int32)
     num_tiles = triton.cdiv(words.numel(), _TILE_WORDS)
     checksum_kernel[(min(num_programs, num_tiles),)](
-        words, checksum, words.numel(), BLOCK_W=_TILE_WORDS, num_warps=8
+        words, checksum, words.numel(), BLOCK_W=_TILE_WORDS, num_warps=_NUM_WARPS
     )
 
 
@@ -249,7 +252,7 @@ def _copy(
         BLOCK_SIZE=values.shape[3],
         BLOCK_R=block_r,
         BLOCK_W=block_w,
-        num_warps=8,
+        num_warps=_NUM_WARPS,
     )
 
 

@@ -21,7 +21,7 @@ from kv_transfer.decode_actions import (
 from kv_transfer.decode_side import DecodeHandoffs
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEvent
 from kv_transfer.memory_links import MemoryHub, MemoryReceiver, MemorySender
-from kv_transfer.plan import max_frame_bytes
+from pdserve.config.link_memory import max_frame_bytes
 from kv_transfer.prefill_actions import (
     PrefillAction,
     PushFrame,
