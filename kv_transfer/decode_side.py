@@ -71,7 +71,7 @@ class DecodeHandoffs:
         """
         self.counters = DecodeCounters()
         self.is_draining = False
-        """True refuses new reservations; those granted go on."""
+        """True refuses new reservations."""
         self._me = me
         self._geometry = geometry
         self._config = config
@@ -304,6 +304,7 @@ class DecodeHandoffs:
             len(request.token_ids),
             outcome.num_cached_tokens,
             self._frame_tokens,
+            self._config.frame_layers,
         )
         grant = Grant(
             reservation_id=reservation_id,
@@ -312,6 +313,7 @@ class DecodeHandoffs:
             links=self._link_endpoints,
             lease_s=self._config.lease_s,
             frame_tokens=self._frame_tokens,
+            frame_layers=self._config.frame_layers,
             decode_shape=self._me.shape,
             wire_dtype=pair.wire_dtype,
         )

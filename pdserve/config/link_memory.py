@@ -19,13 +19,18 @@ NCCL_LINK_BYTES = 256 << 20
 """What each further one takes at 16 thread blocks: 70 MiB to send, 200 MiB to receive."""
 
 
-def choose_frame_tokens(geometry: KvGeometry, *, is_on_gpu: bool) -> int:
+def choose_frame_tokens(
+    geometry: KvGeometry, frame_layers: int | None = None, *, is_on_gpu: bool
+) -> int:
     """Returns how many tokens make a frame of a good size for the links of a decode worker.
 
     A power of two of its blocks: its largest share of so many tokens stays within the target.
     """
     target_bytes = DEVICE_FRAME_BYTES if is_on_gpu else HOST_FRAME_BYTES
-    num_heads = max(len(part.layers) * len(part.kv_heads) for part in geometry.parts)
+    num_heads = max(
+        min(len(part.layers), frame_layers or len(part.layers)) * len(part.kv_heads)
+        for part in geometry.parts
+    )
     token_bytes = 2 * num_heads * geometry.head_dim * geometry.item_bytes
     frame_tokens = geometry.block_size
     while frame_tokens * 2 <= MAX_FRAME_TOKENS and frame_tokens * 2 * token_bytes <= target_bytes:
@@ -33,28 +38,42 @@ def choose_frame_tokens(geometry: KvGeometry, *, is_on_gpu: bool) -> int:
     return frame_tokens
 
 
-def max_frame_bytes(geometry: KvGeometry, rank: int, frame_tokens: int, wire_dtype: str) -> int:
+def max_frame_bytes(
+    geometry: KvGeometry,
+    rank: int,
+    frame_tokens: int,
+    wire_dtype: str,
+    frame_layers: int | None = None,
+) -> int:
     """Returns the size of the largest frame that a decode rank can get: of a landing slot.
 
     No wire dtype that is negotiated is wider than the decode worker's own.
     """
     part = geometry.parts[rank]
     dtype = wire_dtype if wire_dtype in WIRE_BYTES else geometry.dtype
-    num_rows = 2 * frame_tokens * len(part.layers) * len(part.kv_heads)
+    num_layers = min(len(part.layers), frame_layers or len(part.layers))
+    num_rows = 2 * frame_tokens * num_layers * len(part.kv_heads)
     return count_frame_bytes(num_rows, geometry.head_dim, dtype)
 
 
 def settle_frame_tokens(handoff: HandoffConfig, geometry: KvGeometry, *, is_on_gpu: bool) -> int:
     """Returns the tokens of a frame: what the settings say, or what fits."""
-    return handoff.frame_tokens or choose_frame_tokens(geometry, is_on_gpu=is_on_gpu)
+    return handoff.frame_tokens or choose_frame_tokens(
+        geometry, handoff.frame_layers, is_on_gpu=is_on_gpu
+    )
 
 
 def link_slot_bytes(
     handoff: HandoffConfig, geometry: KvGeometry, rank: int, *, is_on_gpu: bool
 ) -> int:
     """Returns the size of a landing slot of a decode rank."""
-    frame_tokens = settle_frame_tokens(handoff, geometry, is_on_gpu=is_on_gpu)
-    num_bytes = max_frame_bytes(geometry, rank, frame_tokens, handoff.wire_dtype)
+    num_bytes = max_frame_bytes(
+        geometry,
+        rank,
+        settle_frame_tokens(handoff, geometry, is_on_gpu=is_on_gpu),
+        handoff.wire_dtype,
+        handoff.frame_layers,
+    )
     return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 

@@ -18,8 +18,10 @@ class HandoffConfig:
     """How KV moves from prefill to decode."""
 
     frame_tokens: int | None = None
-    """Prompt tokens in one frame, a multiple of the block size; None: as many as fill 32 MiB on a
+    """Prompt tokens in one frame, a multiple of the block size; None: as many as fill 64 MiB on a
     GPU, 6 MiB on a CPU, with what one rank holds of them."""
+    frame_layers: int | None = None
+    """Layers in one frame, said by the decode worker; None: all that two ranks have in common."""
     ring_slots: int = 4
     """Landing slots per link; bounds the frames in flight."""
     transports: tuple[str, ...] = TRANSPORTS
@@ -115,11 +117,13 @@ class WorkerConfig:
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
-        """Checks that frames hold whole blocks.
+        """Checks that frames hold whole blocks and whole layers.
 
         Raises:
-            ConfigError: frame_tokens is no multiple of block_size.
+            ConfigError: frame_tokens is no multiple of block_size, or frame_layers not positive.
         """
+        if self.handoff.frame_layers is not None and self.handoff.frame_layers < 1:
+            raise ConfigError(f"frame_layers must be at least 1, got {self.handoff.frame_layers}")
         if (self.handoff.frame_tokens or 0) % self.engine.block_size:
             raise ConfigError(
                 f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "

@@ -54,7 +54,7 @@ class TrafficMark:
             DeviceFault: the device failed.
         """
         try:
-            return bool(self.event.query())
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise DeviceFault(str(error).splitlines()[0]) from error
 
@@ -69,7 +69,7 @@ class TrafficSum:
 
     def value(self) -> int:
         """Returns 64 bits, once a mark behind it is reached."""
-        plain, weighted = (word & 0xFFFFFFFF for word in self._host.tolist())
+        plain, weighted = (int(word) & 0xFFFFFFFF for word in self._host.tolist())
         return weighted << 32 | plain
 
 
@@ -121,28 +121,31 @@ class TrafficLane:
             add_checksum(frame, cells, num_programs=_SUM_PROGRAMS_PER_SM * self._num_programs)
             return TrafficSum(cells)
 
-    def send(self, end: TrafficEnd, frame: Tensor) -> None:
+    def send(self, end: object, frame: Tensor) -> None:
         """Sends bytes to the other end.
 
         Raises:
             DeviceFault: it could not be launched in time.
         """
+        assert isinstance(end, TrafficEnd)
         end.pair.send(frame, self._stream)
 
-    def receive(self, end: TrafficEnd, slot: Tensor) -> None:
+    def receive(self, end: object, slot: Tensor) -> None:
         """Receives as many bytes as the slot has.
 
         Raises:
             DeviceFault: it could not be launched in time.
         """
+        assert isinstance(end, TrafficEnd)
         end.pair.receive(slot, self._stream)
 
     def mark(self) -> TrafficMark:
         """Marks the present end of the stream."""
         return TrafficMark(self._stream)
 
-    def wait_for(self, mark: TrafficMark) -> None:
+    def wait_for(self, mark: object) -> None:
         """Lets later work wait for another stream's mark."""
+        assert isinstance(mark, TrafficMark)
         self._stream.wait_event(mark.event)
 
     @contextmanager
@@ -269,8 +272,9 @@ class KvTraffic:
         self.let_steps_wait_for(mark)
         return mark
 
-    def let_steps_wait_for(self, mark: TrafficMark) -> None:
+    def let_steps_wait_for(self, mark: object) -> None:
         """Lets later steps of the engine begin after a mark. Engine thread only."""
+        assert isinstance(mark, TrafficMark)
         torch.cuda.current_stream(self._kv.device).wait_event(mark.event)
 
     def _warm_up(self) -> None:
