@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle

@@ -24,7 +24,7 @@ from pdserve.config.engine import (
 )
 from pdserve.config.load import from_pairs, parse_size
 from pdserve.config.log_level import LogLevel
-from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.config.worker import TRANSPORTS, FaultConfig, HandoffConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 from pdserve.rpc.stage_handshake import check_token
@@ -135,6 +135,14 @@ def serve(
         str | None,
         typer.Option(
             show_envvar=True, help="The same here and for pdserve stage. The variable hides it."
+        ),
+    ] = None,
+    transports: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="What KV may travel over, the preferred first.",
+            show_default=",".join(TRANSPORTS),
         ),
     ] = None,
     enable_prefix_caching: Annotated[
@@ -257,7 +265,9 @@ def serve(
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,
         log_level=log_level or default_log_level(),
-        handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),
+        handoff=_order_transports(
+            from_pairs(HandoffConfig, handoff or (), "--handoff"), transports
+        ),
         prefill_faults=from_pairs(FaultConfig, prefill_fault or (), "--prefill-fault"),
         decode_faults=from_pairs(FaultConfig, decode_fault or (), "--decode-fault"),
     )
@@ -344,6 +354,15 @@ def describe(cluster: LocalCluster) -> list[str]:
 def write_line(line: str) -> None:
     """Writes one line to stderr; stdout stays free."""
     line_output.write_line(sys.stderr, line)
+
+
+def _order_transports(handoff: HandoffConfig, text: str | None) -> HandoffConfig:
+    if text is None:
+        return handoff
+    try:
+        return replace(handoff, transports=tuple(text.replace(",", " ").split()))
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
 
 
 def _size(text: str | None, flag: str) -> int | None:

@@ -21,7 +21,6 @@ from kv_transfer.decode_actions import (
 from kv_transfer.decode_side import DecodeHandoffs
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEvent
 from kv_transfer.memory_links import MemoryHub, MemoryReceiver, MemorySender
-from kv_transfer.plan import max_frame_bytes
 from kv_transfer.prefill_actions import (
     PrefillAction,
     PushFrame,
@@ -40,6 +39,7 @@ from kv_transfer.protocol import (
 from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFrame, region_of
 from kv_transfer.transport import LinkPeer
 from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.link_memory import max_frame_bytes
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import (
@@ -54,7 +54,7 @@ from pdserve.request import (
 )
 from pdserve.timeline import ManualClock
 
-CONFIG = HandoffConfig(frame_tokens=32, ring_slots=2)
+CONFIG = HandoffConfig(frame_tokens=32, frame_layers=2, ring_slots=2)
 P, D = Incarnation(1), Incarnation(2)
 
 
@@ -141,7 +141,9 @@ class ShardedPair:
                 hub=hub,
                 incarnation=D,
                 ring_slots=CONFIG.ring_slots,
-                slot_bytes=max_frame_bytes(decode, rank, CONFIG.frame_tokens, "auto"),
+                slot_bytes=max_frame_bytes(
+                    decode, rank, CONFIG.frame_tokens, "auto", CONFIG.frame_layers
+                ),
                 post=lambda event: self.events.append(("decode", event)),
                 rank=rank,
             )
