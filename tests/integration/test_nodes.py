@@ -2,8 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from launcher.client import Generation
-from launcher.redis_server import find_program, free_port
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import FaultConfig
 from pdserve.engine.model_runner import ModelRunner
@@ -32,7 +29,7 @@ from tests.support.cluster import (
 from tests.support.generation import generate, make_request, make_runner
 from tests.support.listeners import listeners_of
 from tests.support.models import tiny_llama_folder  # noqa: F401
-from tests.support.net_namespace import NetNamespace, net_namespace
+from tests.support.net_namespace import NetNamespace, net_namespace, start_redis
 from tests.support.oracles import assert_ledger, assert_not_recomputed, assert_one_end
 
 pytestmark = pytest.mark.timeout(180)
@@ -92,12 +89,7 @@ class TwoHosts:
 def two_hosts(
     folder: Path, host: NetNamespace, *, tensor: int = 1, **changes: object
 ) -> Iterator[TwoHosts]:
-    port = free_port(host.near)
-    argv = [str(find_program()), "--bind", host.near, "--port", str(port)]
-    argv += ["--save", "", "--protected-mode", "no"]
-    redis = spawn(argv, stdout=subprocess.DEVNULL, name="redis")
-    wait_until(lambda: answers(host.near, port), 10.0)
-    url = f"redis://{host.near}:{port}/0"
+    redis, url = start_redis(host.near)
     stage = start_stage(host, url)
     try:
         with running_cluster(
@@ -117,11 +109,6 @@ def two_hosts(
     finally:
         stage.stop(5.0)
         redis.stop(5.0)
-
-
-def answers(host: str, port: int) -> bool:
-    with socket.socket() as connection:
-        return connection.connect_ex((host, port)) == 0
 
 
 def start_stage(host: NetNamespace, url: str, *flags: str, token: str = TOKEN) -> ChildProcess:
