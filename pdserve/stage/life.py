@@ -70,6 +70,14 @@ class StageLife:
             self._steps[rank].close()
         self._steps[rank] = channel
 
+    async def leave(self) -> None:
+        """Asks the face to drain and to let go of this stage.
+
+        Raises:
+            ChannelClosed: it has let go already.
+        """
+        await self._tell(stage_pb2.FromStage(leaving=stage_pb2.StageLeaving()))
+
     async def run(self) -> None:
         """Lives; returns when no process is left."""
         try:

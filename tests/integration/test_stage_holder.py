@@ -38,14 +38,27 @@ SILENCE_S = 2.0
 LIMIT_S = 20.0
 
 
+def quiet_handlers(on_leaving: Callable[[], None] = lambda: None) -> RankHandlers:
+    return RankHandlers(
+        on_updates=lambda _: None,
+        on_heartbeat=lambda _: None,
+        on_peer_call=lambda *_: None,
+        on_phase=lambda _: None,
+        on_leaving=on_leaving,
+    )
+
+
 @dataclass
 class World:
     """A stage's holder, and what a face of its worker needs."""
 
     holder: StageHolder
+    holding: asyncio.Task[None]
     registry: MemoryRegistry
     worker: WorkerConfig
     lines: list[str] = field(default_factory=list)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a face hears that its stage was told to end."""
 
     def claimer(self, number: int, **changes: object) -> StageClaimer:
         claimer = StageClaimer(
@@ -59,12 +72,7 @@ class World:
     @asynccontextmanager
     async def face(self, number: int = 1) -> AsyncIterator[tuple[RankGroup, asyncio.Task[None]]]:
         """A face's ranks, all of them ready."""
-        handlers = RankHandlers(
-            on_updates=lambda _: None,
-            on_heartbeat=lambda _: None,
-            on_peer_call=lambda *_: None,
-            on_phase=lambda _: None,
-        )
+        handlers = quiet_handlers(self.leaving.set)
         async with asyncio.timeout(LIMIT_S):
             stages = await self.claimer(number).claim_all()
             group = await start_ranks(
@@ -112,9 +120,10 @@ async def world(
 
     try:
         await wait_until_async(is_registered, LIMIT_S, "registered")
-        yield World(holder, registry, worker)
+        yield World(holder, holding, registry, worker)
     finally:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not holding.done():
+            os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(LIMIT_S):
             await holding
         assert not await is_registered()
@@ -195,6 +204,35 @@ async def test_C2_a_newer_incarnation_of_the_face_takes_the_stage_from_an_older_
         assert not are_gone(pids_of(new))
 
 
+async def test_C15_a_stage_that_is_told_to_end_waits_for_its_face_to_drain(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    async with world(tiny_llama_folder) as found:
+        async with found.face() as (group, running):
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(LIMIT_S):
+                await found.leaving.wait()
+            assert await found.registry.list_stages(WorkerId("decode-0")) == ()
+            assert not running.done()
+            assert not are_gone(pids_of(group)[1:])
+        async with asyncio.timeout(LIMIT_S):
+            await found.holding
+        assert are_gone(pids_of(group))
+
+
+async def test_a_second_signal_ends_a_stage_at_once(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    async with world(tiny_llama_folder) as found, found.face() as (group, running):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(LIMIT_S):
+            await found.leaving.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await running
+            await found.holding
+        assert are_gone(pids_of(group)[1:])
+
+
 async def test_a_silent_face_is_given_up_in_time(tiny_llama_folder: Path) -> None:  # noqa: F811
     async with world(tiny_llama_folder) as found:
         (stage,) = await found.claimer(5).claim_all()
@@ -231,15 +269,6 @@ async def test_a_stage_that_stopped_answering_is_given_up_in_time(
         frozen.set()
         await group.stop(timeout_s=5)
         await wait_for(lambda: are_gone(pids_of(group)))
-
-
-def quiet_handlers() -> RankHandlers:
-    return RankHandlers(
-        on_updates=lambda _: None,
-        on_heartbeat=lambda _: None,
-        on_peer_call=lambda *_: None,
-        on_phase=lambda _: None,
-    )
 
 
 async def test_E1_strangers_are_refused_and_counted_and_the_replica_lives_on(
