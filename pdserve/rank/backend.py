@@ -11,6 +11,7 @@ from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.shape import RankPart
 from pdserve.engine.batch import StepPlan, StepRunner
 from pdserve.layers.parallel import Shard
+from pdserve.rank.meeting import Meeting
 from pdserve.timeline import Clock
 
 ReportPhase = Callable[[str, float, str], None]
@@ -43,6 +44,8 @@ class LoadJob:
     shard: Shard | None
     """None for an only rank."""
     max_model_len: int
+    meeting: Meeting | None = None
+    """Of all ranks; None for an only rank, and where they meet in `shard` alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
