@@ -31,7 +31,7 @@ from pdserve.models.llama import narrow_config
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
 from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
-from pdserve.rank.meeting import agree_on_least
+from pdserve.rank.exchange import agree_on_least
 from pdserve.timeline import Clock
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ def _fit_kv(
         wished_bytes=job.engine.kv_cache_memory_bytes,
         wished_tokens=job.engine.max_model_len,
     )
-    return agree_on_least(job.meeting, "KV blocks", num_blocks)
+    return agree_on_least(job.exchange, "KV blocks", num_blocks)
 
 
 def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
@@ -265,7 +265,7 @@ def _connect_ranks(
     shard, config = job.shard, job.model
     if shard is None or shard.tensor_parallel == 1:
         return None
-    assert job.meeting is not None
+    assert job.exchange is not None
     first = shard.part.stage * shard.tensor_parallel
     # Room for the activations of the largest step, and for a row of logits at the least.
     num_bytes = max(
@@ -273,7 +273,7 @@ def _connect_ranks(
         (config.vocab_size // shard.tensor_parallel + 4) * torch.float32.itemsize,
     )
     members = range(first, first + shard.tensor_parallel)
-    return connect_tensor_ranks(job.meeting, members, num_bytes, device, memory_kind)
+    return connect_tensor_ranks(job.exchange, members, num_bytes, device, memory_kind)
 
 
 def _check(job: LoadJob) -> None:

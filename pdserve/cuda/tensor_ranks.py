@@ -25,7 +25,7 @@ from pdserve.kernels.all_reduce import (
     add_norm_over_ranks,
     gather_over_ranks,
 )
-from pdserve.rank.meeting import Meeting
+from pdserve.rank.exchange import RankExchange
 
 MAX_POLLS = 1 << 25
 """A rank that nothing was heard of for about 20 s is given up: a process that only was slow to
@@ -171,7 +171,7 @@ class RankWatch:
 
 
 def connect_tensor_ranks(
-    meeting: Meeting,
+    exchange: RankExchange,
     members: Sequence[int],
     num_bytes: int,
     device: Device,
@@ -181,7 +181,7 @@ def connect_tensor_ranks(
     """Allocates and opens the rings of a stage. Called by all ranks of the replica.
 
     Args:
-        meeting: of all ranks.
+        exchange: of all ranks.
         members: the stage's ranks, in order; this one is among them.
         num_bytes: that a rank sends at once, at most; the same on all of them.
         device: of this rank.
@@ -198,12 +198,12 @@ def connect_tensor_ranks(
     own, handle = kind.allocate(4 * num_words)
     view(own).fill_(EMPTY_WORD.value)
     device.synchronize()
-    handles = meeting.exchange("rings", handle)
+    handles = exchange.exchange("rings", handle)
     memory = [
-        own if rank == meeting.rank else kind.open(handles[rank], 4 * num_words) for rank in members
+        own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words) for rank in members
     ]
     ring = PeerRing(
-        rank=members.index(meeting.rank),
+        rank=members.index(exchange.rank),
         rings=tuple(view(one) for one in memory),
         state=device.zeros((NUM_STATE_WORDS,), torch.int32),
         max_programs=PROGRAMS_PER_SM * device.num_sms,
