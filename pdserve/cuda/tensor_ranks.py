@@ -200,7 +200,8 @@ def connect_tensor_ranks(
     device.synchronize()
     handles = exchange.exchange("rings", handle)
     memory = [
-        own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words) for rank in members
+        own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words)
+        for rank in members
     ]
     ring = PeerRing(
         rank=members.index(exchange.rank),

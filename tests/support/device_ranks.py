@@ -26,7 +26,8 @@ from pdserve.engine.step_codec import PlanDecoder
 from pdserve.models.folder import geometry_of
 from pdserve.rank.followers import Followers
 from pdserve.rank.loading import make_device_shard
-from pdserve.rank.meeting import meet_in_folder
+from pdserve.rank.exchange import RankExchange
+from pdserve.rank.meeting import FolderMeeting
 from pdserve.request import Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 from pdserve.rpc.v1 import rank_pb2
@@ -43,12 +44,13 @@ def make_rank(
     folder = Path(engine.model)
     job = make_job(folder, engine)
     geometry = geometry_of(job.model, engine)
+    store = FolderMeeting(meeting_folder).store("exchange", geometry.num_ranks)
     job = replace(
         job,
         geometry=geometry,
         part=geometry.parts[rank],
         shard=make_device_shard(job.model, geometry, rank),
-        meeting=meet_in_folder(meeting_folder, rank, geometry.num_ranks),
+        exchange=RankExchange(store, rank, geometry.num_ranks),
     )
     place = Device(torch.device(device))
     kind = None if place.is_cuda else share_files(meeting_folder, f"ring-{rank}")
