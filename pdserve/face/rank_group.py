@@ -6,7 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from pdserve.config.load import read_visible_gpus
 from pdserve.config.worker import WorkerConfig
+from pdserve.face.rank_gpus import deal_gpus
 from pdserve.face.rank_process import RankHandlers, RankPlace, RankProcess, start_rank
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.request import Incarnation
@@ -74,11 +76,15 @@ def start_ranks(
     """Starts tensor_parallel x pipeline_parallel processes; call from the loop's (main) thread.
 
     Raises:
-        ConfigError: so many ranks cannot share the model; nothing was started.
+        ConfigError: so many ranks cannot share the model or the GPUs; nothing was started.
     """
-    num_ranks = config.engine.tensor_parallel * config.engine.pipeline_parallel
+    num_ranks = config.engine.num_ranks
+    gpus: tuple[str | None, ...] = (None,) * num_ranks
+    if config.engine.device == "cuda":
+        gpus = deal_gpus(read_visible_gpus(), num_ranks)
     if num_ranks == 1:
-        return RankGroup((start_rank(module, config, incarnation, handlers),), None)
+        place = RankPlace(gpu=gpus[0])
+        return RankGroup((start_rank(module, config, incarnation, handlers, place),), None)
     # Here already: the ranks would find out as well, after an import of torch each.
     geometry_of(read_model_config(Path(config.engine.model)), config.engine)
     folder = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
@@ -91,7 +97,7 @@ def start_ranks(
             config,
             incarnation,
             handlers,
-            RankPlace(rank=rank, rank_fds=fds, group_folder=folder),
+            RankPlace(rank=rank, rank_fds=fds, group_folder=folder, gpu=gpus[rank]),
         )
         for rank, fds in enumerate(fds_of)
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from pdserve.config.wire import worker_config_to_json
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, DeadlineExceeded, PdserveError, WorkerLost
+from pdserve.face.rank_gpus import VISIBLE_GPUS
 from pdserve.process import ChildProcess, spawn
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, make_pair
@@ -144,6 +145,8 @@ class RankPlace:
     rank_fds: tuple[int, ...] = ()
     """On rank 0 the channels to all others, on these the one to rank 0."""
     group_folder: Path = Path()
+    gpu: str | None = None
+    """The one that it sees; None leaves it what its face sees."""
 
 
 def start_rank(
@@ -163,6 +166,8 @@ def start_rank(
         argv += ["--rank-fds", *map(str, place.rank_fds)]
     # One thread a rank: OpenMP barriers between busy processes cost 50x (two cores, torch 2.13).
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if place.gpu is not None:
+        environment[VISIBLE_GPUS] = place.gpu
     child = spawn(
         argv,
         pass_fds=(theirs.fileno(), *place.rank_fds),

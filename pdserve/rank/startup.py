@@ -24,6 +24,7 @@ from pdserve.rank.follow import BuildFollower, follow
 from pdserve.rank.followers import Followers
 from pdserve.rank.inbox import Inbox, read_channel
 from pdserve.rank.loading import RankArguments, load_rank
+from pdserve.rank.meeting import FolderMeeting
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.step_loop import Engine, StepLoop
 from pdserve.request import Incarnation
@@ -94,7 +95,7 @@ def _parse_arguments() -> tuple[WorkerConfig, BlockingChannel, RankArguments]:
     arguments = RankArguments(
         incarnation=Incarnation(parsed.incarnation),
         rank=parsed.rank,
-        group_folder=parsed.group_folder,
+        meeting=FolderMeeting(parsed.group_folder),
         rank_channels=tuple(_channel_of(fd) for fd in parsed.rank_fds),
     )
     return config, _channel_of(parsed.channel_fd), arguments
