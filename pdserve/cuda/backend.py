@@ -20,6 +20,7 @@ from pdserve.cuda.model import CudaModel, make_rotary_tables
 from pdserve.cuda.plans import choose_plans
 from pdserve.cuda.products import Products, max_product_bytes
 from pdserve.cuda.runner import CudaRunner
+from pdserve.cuda.stages import DeviceStages, StageRoom, connect_device_stages
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
 from pdserve.cuda.tensor_ranks import MemoryKind, TensorRanks, connect_tensor_ranks
@@ -30,7 +31,14 @@ from pdserve.kernels import decode_attention, prefill_attention
 from pdserve.models.llama import narrow_config
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
-from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.backend import (
+    Announce,
+    LoadedParts,
+    LoadJob,
+    RankRunner,
+    ReportPhase,
+    StepResults,
+)
 from pdserve.rank.exchange import agree_on_least
 from pdserve.timeline import Clock
 
@@ -52,6 +60,7 @@ class EngineParts:
     inputs: StepInputs
     limits: InputLimits
     shapes: tuple[StepShape, ...]
+    stages: DeviceStages | None
 
 
 class CudaBackend:
@@ -82,8 +91,8 @@ class CudaBackend:
             f"{captured.num_graphs} graphs, {captured.num_bytes // MIB} MiB",
         )
 
-        def give_runner(announce: Announce | None) -> RankRunner:
-            runner.announce = announce
+        def give_runner(announce: Announce | None, results: StepResults | None) -> RankRunner:
+            runner.announce, runner.results = announce, results
             return runner
 
         return LoadedParts(kv=kv, make_runner=give_runner)
@@ -158,15 +167,27 @@ def make_parts(
         attention,
         use_pdl=device.has_dependent_launch,
         ranks=_connect_ranks(job, limits, device, memory_kind),
+        shard=job.shard,
     )
+    stages = _connect_stages(job, limits, device, memory_kind)
     shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
     return EngineParts(
         device=device,
         attention=attention,
         model=model,
-        inputs=StepInputs(limits, device),
+        inputs=_make_inputs(limits, device, stages),
         limits=limits,
         shapes=() if engine.enforce_eager or not device.is_cuda else shapes,
+        stages=stages,
+    )
+
+
+def _make_inputs(limits: InputLimits, device: Device, stages: DeviceStages | None) -> StepInputs:
+    if stages is None:
+        return StepInputs(limits, device)
+    room = stages.room
+    return StepInputs(
+        limits, device, num_lanes=room.num_stages, max_in_flight=room.max_steps_in_flight
     )
 
 
@@ -197,6 +218,7 @@ def make_runner(
         max_model_len=job.max_model_len if is_trial else min(job.max_model_len, room),
         is_deterministic=job.engine.deterministic,
         graph_shapes=parts.shapes if shapes is None else shapes,
+        stages=parts.stages,
     )
 
 
@@ -276,11 +298,24 @@ def _connect_ranks(
     return connect_tensor_ranks(job.exchange, members, num_bytes, device, memory_kind)
 
 
+def _connect_stages(
+    job: LoadJob, limits: InputLimits, device: Device, memory_kind: MemoryKind | None
+) -> DeviceStages | None:
+    """Meets the stages before and behind; None where there is one."""
+    shard = job.shard
+    if shard is None or shard.num_stages == 1:
+        return None
+    assert job.exchange is not None
+    room = StageRoom(
+        num_stages=shard.num_stages,
+        max_rows=limits.max_rows,
+        max_samples=limits.max_samples,
+        hidden_size=job.model.hidden_size,
+        dtype=TORCH_DTYPES[job.engine.dtype],
+    )
+    return connect_device_stages(job.exchange, shard, room, device, memory_kind)
+
+
 def _check(job: LoadJob) -> None:
-    if job.geometry.pipeline_parallel > 1:
-        raise ConfigError(
-            "device cuda computes all layers on one rank: pipeline_parallel_size must be 1, "
-            f"got {job.geometry.pipeline_parallel}"
-        )
     if not torch.cuda.is_available():
         raise ConfigError("device cuda needs a CUDA GPU and a torch built for it, found none")

@@ -19,9 +19,6 @@ from pdserve.kernels.sampling_state import DeviceSampling
 from pdserve.request import Request, RequestId, SampledToken, TokenLogprobs
 from pdserve.sampler import SamplingRow
 
-NUM_HOST_BUFFERS = 3
-"""One is written while two steps wait to be read."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSlot:
@@ -61,7 +58,9 @@ class ChosenTokens:
 class TokenChooser:
     """The sampling parameters of rows on the device, and the launch of their choice."""
 
-    def __init__(self, device: Device, max_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, device: Device, max_rows: int, vocab_size: int, max_in_flight: int = 2
+    ) -> None:
         """Allocates; rows are greedy until they are written."""
         self._device = device
         self._use_pdl = device.has_dependent_launch
@@ -71,10 +70,10 @@ class TokenChooser:
         self._state = DeviceSampling(max_rows, vocab_size, device.torch_device)
         self._known: list[tuple[Request | None, int]] = [(None, 0)] * max_rows
         """Of each row that is not greedy: its request, and the output index that it stands at."""
-        self._host_ids = [device.pinned((max_rows,), torch.int32) for _ in range(NUM_HOST_BUFFERS)]
-        self._host_logprobs = [
-            device.pinned((max_rows,), torch.float32) for _ in range(NUM_HOST_BUFFERS)
-        ]
+        # One is written while steps in flight wait to be read.
+        turns = range(max_in_flight + 1)
+        self._host_ids = [device.pinned((max_rows,), torch.int32) for _ in turns]
+        self._host_logprobs = [device.pinned((max_rows,), torch.float32) for _ in turns]
         self._turn = 0
 
     def choose(self, logits_RV: Tensor | None, slots: Sequence[SampleSlot]) -> ChosenTokens:
@@ -88,7 +87,7 @@ class TokenChooser:
         on_host: list[SampleSlot] = []
         for slot in slots:
             (on_device if is_chosen_on_device(slot.part.request) else on_host).append(slot)
-        self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
+        self._turn = (self._turn + 1) % len(self._host_ids)
         ids, logprobs = self._host_ids[self._turn], self._host_logprobs[self._turn]
         host_logits = None
         if logits_RV is not None and on_host:

@@ -14,6 +14,7 @@ from pdserve.rank.followers import Leader
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.step_results import ResultSender
 from pdserve.request import Incarnation
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
 from pdserve.timeline import MonotonicClock
@@ -70,8 +71,11 @@ def follow(
         ChannelClosed: rank 0 or the face died while something was sent to it.
     """
     loaded = load_rank(config, arguments, MonotonicClock(), _say_nothing)
-    runner = loaded.make_runner(None)
     leader = Leader(arguments.rank_channels[0])
+    results = None
+    if loaded.worker.engine.device == "cuda" and arguments.rank == _sampling_rank(loaded.geometry):
+        results = ResultSender(leader.tell, inbox)
+    runner = loaded.make_runner(None, results)
     decoder = PlanDecoder()
 
     def compute(work: rank_pb2.StepWork) -> None:
@@ -93,6 +97,13 @@ def follow(
         leader.read_into(inbox)
         outbox.send(rank_pb2.FromRank(ready=rank_pb2.RankReady(pid=os.getpid())))
         _obey(follower, inbox)
+
+
+def _sampling_rank(geometry: KvGeometry) -> int | None:
+    """Returns which rank samples on GPUs, if that is not rank 0."""
+    if geometry.pipeline_parallel == 1:
+        return None
+    return geometry.num_ranks - geometry.tensor_parallel
 
 
 def _obey(follower: Follower, inbox: Inbox) -> None:

@@ -15,7 +15,14 @@ from pdserve.models.folder import (
     geometry_of,
     read_model_config,
 )
-from pdserve.rank.backend import Announce, Backend, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.backend import (
+    Announce,
+    Backend,
+    LoadJob,
+    RankRunner,
+    ReportPhase,
+    StepResults,
+)
 from pdserve.rank.cpu_backend import CpuBackend
 from pdserve.rank.exchange import RankExchange
 from pdserve.rank.gloo_groups import connect_stages, connect_tensor_group
@@ -46,7 +53,7 @@ class LoadedRank:
     config: ModelConfig
     geometry: KvGeometry
     kv: KvTensors
-    make_runner: Callable[[Announce | None], RankRunner]
+    make_runner: Callable[[Announce | None, StepResults | None], RankRunner]
     max_model_len: int
     """What both the model and the memory allow."""
 

@@ -8,6 +8,7 @@ import asyncio
 import socket
 import threading
 from collections import deque
+from contextlib import suppress
 
 from pdserve.rpc.framing import (
     MAX_MESSAGE_BYTES,
@@ -116,7 +117,9 @@ class BlockingChannel:
             self._reader.feed(piece)
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes this end, also under a thread that still receives."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
