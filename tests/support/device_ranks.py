@@ -24,9 +24,9 @@ from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.tensor_ranks import share_files
 from pdserve.engine.step_codec import PlanDecoder
 from pdserve.models.folder import geometry_of
+from pdserve.rank.exchange import RankExchange
 from pdserve.rank.followers import Followers
 from pdserve.rank.loading import make_device_shard
-from pdserve.rank.exchange import RankExchange
 from pdserve.rank.meeting import FolderMeeting
 from pdserve.request import Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
