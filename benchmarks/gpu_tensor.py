@@ -118,12 +118,12 @@ def main() -> int:
 
 def show_profiles(stand: Stand) -> None:
     """Prints kernels by their time, and the gaps between steps."""
-    for batch in (1, 64, 256):
+    for batch in (1, 256):
         found = profile_decode(stand, batch, 512)
         print(f"profile decode {batch}: {found.step_us:.0f} us a step, {found.busy_us:.0f} busy")
         for name, us, count in found.kernels[:12]:
             print(f"  {us:9.1f} us {count:6.1f} x {name[:60]}", flush=True)
-    for prompt in (2048, 8192):
+    for prompt in (8192,):
         found = profile_prefill(stand, 1, prompt, 0)
         print(f"profile prefill {prompt}: {found.step_us:.0f} us, {found.busy_us:.0f} busy")
         for name, us, count in found.kernels[:10]:
