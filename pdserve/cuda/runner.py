@@ -118,7 +118,9 @@ class CudaRunner:
         self._input_limits = input_limits
         self._shapes = tuple(graph_shapes)
         self._graphs = GraphSet(device, self._compute, self._send_padding)
-        self._chooser = TokenChooser(device, input_limits.max_samples, model.config.vocab_size)
+        self._chooser = TokenChooser(
+            device, input_limits.max_samples, model.config.vocab_size, model.vocabulary_share
+        )
         self._flying: deque[CudaStep] = deque()
         self._assembler = Assembler(
             inputs,
@@ -150,8 +152,6 @@ class CudaRunner:
             self.kv.copy_block(source, target)
         self._inputs.send(step.writer)
         logits, scores, slots = self._forward(step)
-        if logits is not None and slots and self.model.ranks is not None:
-            logits = self.model.gather(logits[: max(slot.row for slot in slots) + 1])
         chosen = self._chooser.choose(logits, slots)
         self._previous = {slot.part.request.request_id: slot.row for slot in chosen.device_slots}
         self.counters.steps += 1

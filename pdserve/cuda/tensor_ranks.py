@@ -154,6 +154,18 @@ class TensorRanks:
             memory.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShare:
+    """The part of the vocabulary that this rank computes logits of."""
+
+    ranks: TensorRanks
+    token_ids: range
+    max_tokens: int
+    """Of any rank."""
+    gather: Callable[[Tensor], Tensor]
+    """Returns the logits of all ranks, for rows of this rank's [R, N]; overwritten by the next."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankWatch:
     """Whether the ranks of a step were all there."""
@@ -203,9 +215,11 @@ def connect_tensor_ranks(
         own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words)
         for rank in members
     ]
+    rings = tuple(view(one) for one in memory)
     ring = PeerRing(
         rank=members.index(exchange.rank),
-        rings=tuple(view(one) for one in memory),
+        rings=rings,
+        halves=tuple(one.view(torch.int16) for one in rings),
         state=device.zeros((NUM_STATE_WORDS,), torch.int32),
         max_programs=PROGRAMS_PER_SM * device.num_sms,
         max_polls=max_polls,

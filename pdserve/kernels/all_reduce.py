@@ -43,7 +43,6 @@ NUM_STATE_WORDS = 4
 """Slot of the next round; words of each sender to clear; programs that have ended; has failed."""
 MAX_RANKS = 8
 _WORD = torch.int32
-_HALF = torch.int16
 GATHER_BLOCK = 2048
 
 
@@ -54,6 +53,8 @@ class PeerRing:
     rank: int
     rings: tuple[Tensor, ...]
     """int32 [3, other ranks, words] of each rank, its own among them, all EMPTY_WORD at first."""
+    halves: tuple[Tensor, ...]
+    """The same, int16."""
     state: Tensor
     """int32 [4], zero at first."""
     max_programs: int
@@ -435,7 +436,7 @@ def add_norm_over_ranks(
         residual_ME,
         weight_E,
         out_ME,
-        _views(ring, is_narrow=is_narrow),
+        ring.halves if is_narrow else ring.rings,
         ring.state,
         x_SME.stride(0),
         x_SME.stride(1),
@@ -625,7 +626,3 @@ def gather_over_ranks(
             USE_PDL=use_pdl,
             **launch_options(8, use_pdl=use_pdl),
         )
-
-
-def _views(ring: PeerRing, *, is_narrow: bool) -> tuple[Tensor, ...]:
-    return tuple(one.view(_HALF) for one in ring.rings) if is_narrow else ring.rings
