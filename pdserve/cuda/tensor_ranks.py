@@ -30,7 +30,7 @@ from pdserve.rank.exchange import RankExchange
 MAX_POLLS = 1 << 25
 """A rank that nothing was heard of for about 20 s is given up: a process that only was slow to
 compile kernels is waited for, and the death of one is seen sooner elsewhere."""
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 3
 NUM_HOST_FLAGS = 3
 """One is written while two steps wait to be read."""
 
