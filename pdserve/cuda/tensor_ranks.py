@@ -17,14 +17,9 @@ from torch import Tensor
 from pdserve.cuda.device import Device
 from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
 from pdserve.errors import WorkerLost
-from pdserve.kernels.all_reduce import (
-    EMPTY_WORD,
-    NUM_SLOTS,
-    NUM_STATE_WORDS,
-    PeerRing,
-    add_norm_over_ranks,
-    gather_over_ranks,
-)
+from pdserve.kernels.all_gather import gather_over_ranks
+from pdserve.kernels.all_reduce import add_norm_over_ranks
+from pdserve.kernels.peer_ring import EMPTY_WORD, NUM_SLOTS, NUM_STATE_WORDS, PeerRing
 from pdserve.rank.exchange import RankExchange
 
 MAX_POLLS = 1 << 25

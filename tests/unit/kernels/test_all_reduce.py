@@ -7,14 +7,9 @@ import torch
 from torch import Tensor
 
 from pdserve.config.shape import split_evenly
-from pdserve.kernels.all_reduce import (
-    EMPTY_WORD,
-    NUM_SLOTS,
-    NUM_STATE_WORDS,
-    PeerRing,
-    add_norm_over_ranks,
-    gather_over_ranks,
-)
+from pdserve.kernels.all_gather import gather_over_ranks
+from pdserve.kernels.all_reduce import add_norm_over_ranks
+from pdserve.kernels.peer_ring import EMPTY_WORD, NUM_SLOTS, NUM_STATE_WORDS, PeerRing
 
 EPSILON = 1e-5
 WORDS = 4096
