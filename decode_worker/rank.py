@@ -15,6 +15,7 @@ from kv_transfer.protocol import Identity
 from kv_transfer.ranked_shipping import RankedUnloader
 from kv_transfer.receiver import LinkListener
 from kv_transfer.shipping import RankUnloader, Unloader
+from kv_transfer.spans import SpanUnloader, describe_event
 from kv_transfer.transport import FrameReceiver
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
@@ -56,7 +57,7 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
     )
-    unloader = _make_unloader(context, links)
+    unloader = _note_spans(context, _make_unloader(context, links))
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
@@ -103,5 +104,17 @@ def _make_unloader(context: RankContext, links: FrameReceiver) -> Unloader:
     return RankedUnloader(local, context.followers.send, endpoints)
 
 
+def _note_spans(context: RankContext, unloader: Unloader) -> Unloader:
+    if context.spans is None:
+        return unloader
+    return SpanUnloader(unloader, context.spans, context.clock)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda context: build_engine(context, make_links(context)), build_follower))
+    sys.exit(
+        run_rank(
+            lambda context: build_engine(context, make_links(context)),
+            build_follower,
+            describe_event,
+        )
+    )

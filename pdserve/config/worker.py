@@ -79,6 +79,8 @@ class WorkerConfig:
     """Requests of a front that has had no stream for this long are cancelled."""
     drain_timeout_s: float = 60.0
     log_level: LogLevel = "info"
+    span_folder: str | None = None
+    """Where ranks write down how long each stage of a request takes; None: nowhere."""
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,10 +25,12 @@ from pdserve.rank.followers import Followers
 from pdserve.rank.inbox import Inbox, read_channel
 from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.spans import Describe, SpanEngine, SpanRunner, post_noter
 from pdserve.rank.step_loop import Engine, StepLoop
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
+from pdserve.spans import SpanFile, SpanLog
 from pdserve.timeline import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
@@ -54,18 +56,37 @@ class RankContext:
     """Where they listen for links, on decode."""
     full_step_s: float = 0.0
     """A step that uses the whole token budget, as measured at start."""
+    spans: SpanLog | None = None
+    """Takes the stages of requests, where they are wanted."""
 
 
-def run_rank(build: Callable[[RankContext], Engine], build_follower: BuildFollower) -> int:
-    """Runs this process; returns its exit status."""
+def run_rank(
+    build: Callable[[RankContext], Engine], build_follower: BuildFollower, describe: Describe
+) -> int:
+    """Runs this process; returns its exit status.
+
+    Args:
+        build: makes the engine of rank 0.
+        build_follower: makes what another rank is.
+        describe: words for what is posted to the inbox, where spans are wanted.
+    """
     config, channel, arguments = _parse_arguments()
     torch.set_num_threads(1)
-    inbox, outbox = Inbox(), Outbox(channel)
+    clock = MonotonicClock()
+    spans = _open_spans(config, arguments.rank)
+    inbox = Inbox(None if spans is None else post_noter(describe, spans, clock))
+    outbox = Outbox(channel)
     try:
         if arguments.rank > 0:
             follow(config, arguments, inbox, outbox, build_follower)
         else:
-            _lead(config, arguments, inbox, outbox, channel, build)
+            context = replace(_load(config, arguments, inbox, outbox), spans=spans)
+            if spans is not None:
+                context = replace(context, runner=SpanRunner(context.runner, spans, clock))
+            engine = build(context)
+            if spans is not None:
+                engine = SpanEngine(engine, describe, spans, clock)
+            _lead(context, engine, channel)
     except ConfigError as error:
         outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=True)))
         return 2
@@ -106,17 +127,15 @@ def _channel_of(fd: int) -> BlockingChannel:
     return BlockingChannel(sock)
 
 
-def _lead(
-    config: WorkerConfig,
-    arguments: RankArguments,
-    inbox: Inbox,
-    outbox: Outbox,
-    channel: BlockingChannel,
-    build: Callable[[RankContext], Engine],
-) -> None:
+def _open_spans(config: WorkerConfig, rank: int) -> SpanLog | None:
+    if config.span_folder is None:
+        return None
+    return SpanFile(Path(config.span_folder), f"{config.worker_id}-rank{rank}")
+
+
+def _lead(context: RankContext, engine: Engine, channel: BlockingChannel) -> None:
     """Lives as rank 0."""
-    context = _load(config, arguments, inbox, outbox)
-    engine = build(context)
+    inbox, outbox = context.inbox, context.outbox
     # What is loaded by now stays: a full collection that walks over all of torch takes 0.1 s, in
     # the middle of somebody's stream.
     gc.collect()
@@ -135,7 +154,7 @@ def _lead(
             inbox,
             outbox,
             context.clock,
-            config.heartbeat_s / 2,
+            context.config.heartbeat_s / 2,
             full_step_s=context.full_step_s,
         )
         loop.run()
