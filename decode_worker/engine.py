@@ -11,7 +11,7 @@ from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
@@ -178,9 +178,14 @@ class DecodeEngine:
         self._landing.tick()
         self._tombstones.expire()
 
+    @property
+    def awaited(self) -> PendingStep | None:
+        """The oldest step in flight."""
+        return self._pipeline.oldest
+
     def step(self) -> bool:
-        """Launches what can be launched, then ends the oldest step and streams its tokens."""
-        ended = self._pipeline.turn()
+        """Launches what can be launched; streams the tokens of the oldest step, if it is over."""
+        ended = self._pipeline.poll()
         if ended is None:
             return False
         plan, result = ended.plan, ended.result

@@ -4,7 +4,6 @@ from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.shipping import ShipFrame, Shipper, Unloader, UnloadFrame
 from kv_transfer.transport import LinkPeer, LinkStatus
-from pdserve.rank.spans import describe_message
 from pdserve.request import ReservationId
 from pdserve.rpc.v1 import rank_pb2
 from pdserve.spans import Detail, SpanLog
@@ -15,7 +14,7 @@ def describe_event(event: object) -> dict[str, Detail]:
     """Says what an event of a rank's inbox is and whose; empty if it is of no hand-off."""
     match event:
         case rank_pb2.ToRank():
-            return describe_message(event)
+            return _describe_message(event)
         case FrameSent():
             return {"event": "frame sent", **_frame(event.reservation_id, event.frame_index)}
         case FrameLanded():
@@ -102,3 +101,20 @@ class SpanUnloader:
 
 def _frame(reservation_id: ReservationId, index: int) -> dict[str, Detail]:
     return {"reservation": reservation_id.hex(), "frame": index}
+
+
+def _describe_message(message: rank_pb2.ToRank) -> dict[str, Detail]:
+    kind = message.WhichOneof("message")
+    match kind:
+        case "submit":
+            return {"event": kind, "request": message.submit.request.request_id}
+        case "reserve":
+            request_id = message.reserve.request.request_id
+            return {"event": kind, "request": request_id}
+        case "commit":
+            handoff_id = message.commit.envelope.handoff_id
+            return {"event": kind, "handoff": handoff_id}
+        case "peer_reply":
+            return {"event": f"answer to {message.peer_reply.WhichOneof('reply')}"}
+        case _:
+            return {}

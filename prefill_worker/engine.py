@@ -7,7 +7,7 @@ from kv_transfer.events import FrameSent, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.figures import ledger_to_wire, load_to_wire
@@ -133,9 +133,14 @@ class PrefillEngine:
         self._desk.tick()
         self._tombstones.expire()
 
+    @property
+    def awaited(self) -> PendingStep | None:
+        """The oldest step in flight."""
+        return self._pipeline.oldest
+
     def step(self) -> bool:
-        """Launches what can be launched, then ends the oldest step and passes on what it made."""
-        ended = self._pipeline.turn()
+        """Launches what can be launched; passes on what the oldest step made, if it is over."""
+        ended = self._pipeline.poll()
         if ended is None:
             return False
         plan, result = ended.plan, ended.result

@@ -48,6 +48,14 @@ class CudaStep:
         self._scores = scores
         self._event = event
 
+    def is_over(self) -> bool:
+        """Says whether tokens are in host memory."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Waits for that."""
+        self._event.synchronize()
+
     def result(self) -> StepResult:
         """Waits, and reads tokens from host memory."""
         self._event.synchronize()

@@ -80,6 +80,14 @@ class StepResult:
 class PendingStep(Protocol):
     """A step that was launched."""
 
+    def is_over(self) -> bool:
+        """Says whether `result` would return at once."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until `is_over`; callable from any thread, beside the one that launches."""
+        ...
+
     def result(self) -> StepResult:
         """Waits for the step's end; called once, in the order of the launches."""
         ...
@@ -115,6 +123,13 @@ class CompletedStep:
     """The `PendingStep` of a runner that computes a step while it is launched."""
 
     _result: StepResult
+
+    def is_over(self) -> bool:
+        """Says yes."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
 
     def result(self) -> StepResult:
         """Returns at once."""

@@ -48,6 +48,12 @@ class _SpanStep:
         self._pending = pending
         self._on_end = on_end
 
+    def is_over(self) -> bool:
+        return self._pending.is_over()
+
+    def wait(self) -> None:
+        self._pending.wait()
+
     def result(self) -> StepResult:
         result = self._pending.result()
         self._on_end()
@@ -71,6 +77,11 @@ class SpanEngine:
         details = self._describe(event)
         if details:
             self._spans.note("handle", started_s, self._clock.now(), **details)
+
+    @property
+    def awaited(self) -> PendingStep | None:
+        """Passes it on."""
+        return self._engine.awaited
 
     def tick(self) -> None:
         """Passes it on."""
@@ -99,21 +110,3 @@ def post_noter(describe: Describe, spans: SpanLog, clock: Clock) -> Callable[[ob
             spans.note("posted", now_s, now_s, **details)
 
     return note
-
-
-def describe_message(message: rank_pb2.ToRank) -> dict[str, Detail]:
-    """Describes a message of the face."""
-    kind = message.WhichOneof("message")
-    match kind:
-        case "submit":
-            return {"event": kind, "request": message.submit.request.request_id}
-        case "reserve":
-            request_id = message.reserve.request.request_id
-            return {"event": kind, "request": request_id}
-        case "commit":
-            handoff_id = message.commit.envelope.handoff_id
-            return {"event": kind, "handoff": handoff_id}
-        case "peer_reply":
-            return {"event": f"answer to {message.peer_reply.WhichOneof('reply')}"}
-        case _:
-            return {}

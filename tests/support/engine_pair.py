@@ -258,7 +258,10 @@ class EnginePair:
         self.exchange()
         for engine in (self.prefill, self.decode):
             engine.tick()
-            engine.step()
+            if not engine.step() and engine.awaited is not None:
+                # As a rank's loop does; a device of its own computes meanwhile.
+                engine.awaited.wait()
+                engine.step()
             self.exchange()
 
     def exchange(self) -> None:
