@@ -1,5 +1,6 @@
 """The turn of a prefill rank: queue, compute chunks, hand KV off, tell the router."""
 
+import math
 import time
 
 from kv_transfer import codec
@@ -150,6 +151,10 @@ class PrefillEngine:
             self._pass_on(progress)
         return True
 
+    def pause_s(self) -> float:
+        """Returns no bound: whatever can be launched was launched."""
+        return math.inf
+
     def _plan_step(self) -> StepPlan | None:
         """Asks for the reservations of what is computed soon, and plans."""
         for request in self._scheduler.requests_in_window():
@@ -166,15 +171,16 @@ class PrefillEngine:
 
     def _pass_on(self, progress: PrefillProgress) -> None:
         request_id = progress.request_id
-        self._desk.computed(request_id, progress.num_computed)
         if not progress.samples:
+            self._desk.computed(request_id, progress.num_computed)
             return
         assert progress.output_index is not None
         # A sample may have been cancelled by itself while the prompt was computed.
         live = [one for one in progress.samples if not self._tombstones.covers(one.request)]
         for one in live:
             self._send_first(request_id, one, progress.output_index)
-        # The router has token 1 before the hand-off ends: send it before the commit.
+        # Token 1 first, then the commit, then the frames that are left: packing them takes longest,
+        # and neither of the others needs it.
         self._outbox.flush()
         firsts = [
             FirstToken(

@@ -31,6 +31,9 @@ class HandoffConfig:
     """Deadline of one frame's transfer; a link that misses it is dead for good."""
     connect_timeout_s: float = 5.0
     has_checksums: bool = True
+    joins_late: bool = True
+    """While somebody's KV is on its way, a decode step is launched only shortly before the one in
+    flight ends, so that what lands until then is in it."""
     wire_dtype: WireDtype = "auto"
     """Of the KV on the wire, said by the decode worker; auto: the narrower of both caches'."""
 

@@ -91,6 +91,10 @@ class SpanEngine:
         """Passes it on."""
         return self._engine.step()
 
+    def pause_s(self) -> float:
+        """Passes it on."""
+        return self._engine.pause_s()
+
     def describe(self) -> rank_pb2.RankHeartbeat:
         """Passes it on."""
         return self._engine.describe()

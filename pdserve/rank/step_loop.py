@@ -40,6 +40,10 @@ class Engine(Protocol):
         """
         ...
 
+    def pause_s(self) -> float:
+        """Returns how long the loop may wait for an event before it calls `step` again."""
+        ...
+
     def describe(self) -> rank_pb2.RankHeartbeat:
         """Returns load, ledger, links and counters."""
         ...
@@ -106,7 +110,8 @@ class StepLoop:
         has_ended = False
         next_heartbeat_s = self._clock.now()
         while True:
-            for event in self._inbox.drain(0.0 if has_ended else IDLE_WAIT_S):
+            pause_s = 0.0 if has_ended else min(IDLE_WAIT_S, self._engine.pause_s())
+            for event in self._inbox.drain(pause_s):
                 if isinstance(event, StepOver):
                     continue
                 if isinstance(event, ChannelLost):

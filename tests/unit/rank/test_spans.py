@@ -45,6 +45,9 @@ class SlowEngine:
     def step(self) -> bool:
         return False
 
+    def pause_s(self) -> float:
+        return 1.0
+
     def describe(self) -> rank_pb2.RankHeartbeat:
         return rank_pb2.RankHeartbeat()
 

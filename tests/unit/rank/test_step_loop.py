@@ -35,6 +35,9 @@ class ScriptedEngine:
         self._clock.advance(self._steps_s.pop(0))
         return True
 
+    def pause_s(self) -> float:
+        return 1.0
+
     def describe(self) -> rank_pb2.RankHeartbeat:
         return rank_pb2.RankHeartbeat()
 
@@ -125,6 +128,9 @@ class DeviceEngine:
         self.step_in_flight = None
         self._inbox.post(ChannelLost())
         return True
+
+    def pause_s(self) -> float:
+        return 1.0
 
     def describe(self) -> rank_pb2.RankHeartbeat:
         return rank_pb2.RankHeartbeat()
