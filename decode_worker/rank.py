@@ -30,7 +30,11 @@ def make_links(context: RankContext | FollowerContext, rank: int = 0) -> FrameRe
         incarnation=context.incarnation,
         config=handoff,
         slot_bytes=max_frame_bytes(
-            context.geometry, rank, handoff.frame_tokens, handoff.wire_dtype
+            context.geometry,
+            rank,
+            handoff.frame_tokens,
+            handoff.wire_dtype,
+            handoff.frame_layers,
         ),
         post=context.inbox.post,
         rank=rank,

@@ -17,6 +17,8 @@ class HandoffConfig:
 
     frame_tokens: int = 256
     """Prompt tokens in one frame; a multiple of the block size."""
+    frame_layers: int | None = None
+    """Layers in one frame, said by the decode worker; None: all that two ranks have in common."""
     ring_slots: int = 4
     """Landing slots per link; bounds the frames in flight."""
     lease_s: float = 10.0
@@ -88,11 +90,13 @@ class WorkerConfig:
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
-        """Checks that frames hold whole blocks.
+        """Checks that frames hold whole blocks and whole layers.
 
         Raises:
-            ConfigError: frame_tokens is no multiple of block_size.
+            ConfigError: frame_tokens is no multiple of block_size, or frame_layers not positive.
         """
+        if self.handoff.frame_layers is not None and self.handoff.frame_layers < 1:
+            raise ConfigError(f"frame_layers must be at least 1, got {self.handoff.frame_layers}")
         if self.handoff.frame_tokens % self.engine.block_size:
             raise ConfigError(
                 f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "
