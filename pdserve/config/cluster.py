@@ -46,6 +46,12 @@ class ClusterConfig:
     registry_lease_s: float = 3.0
     frozen_after_s: float = 5.0
     """No progress of a rank for this long, with work queued, means frozen."""
+    spread_stages: bool = False
+    """Pipeline stages behind the first are on nodes of their own; see WorkerConfig."""
+    stage_token: str | None = field(default=None, repr=False)
+    """As of WorkerConfig."""
+    stage_silence_s: float = 5.0
+    """Likewise."""
     orphan_grace_s: float = 20.0
     """Workers cancel requests whose router has been gone for this long."""
     worker_silence_s: float = 3.0

@@ -1,22 +1,21 @@
 """The Gloo groups of one replica's ranks: collectives of a stage, and the way between stages.
 
-The ranks find each other through a file in a folder that only this user can read: no server, no
-port. Every wait ends with the death of a rank at the latest, because the face then kills them all.
+The ranks find each other in a `Meeting`: no server, no port. Every wait ends with the death of a
+rank at the latest: its face, or what holds a stage on another node, then kills them all.
 """
 
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, Work
 
 from pdserve.config.shape import RankPart
+from pdserve.rank.meeting import Meeting
 
-CONNECT_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 3600.0
 """Longer than any step: whether a rank is dead or frozen is seen elsewhere, and sooner."""
 _ACTIVATIONS_TAG = 1
@@ -105,18 +104,18 @@ class GlooStageLink:
 
 
 def connect_tensor_group(
-    folder: Path, part: RankPart, tensor_parallel: int, host: str
+    meeting: Meeting, part: RankPart, tensor_parallel: int, host: str
 ) -> GlooTensorGroup | None:
     """Connects the tensor ranks of a stage; None where there is only one."""
     if tensor_parallel == 1:
         return None
-    store = FileStore(str(folder / f"stage-{part.stage}"), tensor_parallel)
+    store = meeting.store(f"stage-{part.stage}", tensor_parallel)
     group = _make_group(store, part.tensor_rank, tensor_parallel, host)
     return GlooTensorGroup(group, part.tensor_rank, tensor_parallel)
 
 
 def connect_stages(
-    folder: Path,
+    meeting: Meeting,
     part: RankPart,
     tensor_parallel: int,
     num_stages: int,
@@ -127,13 +126,12 @@ def connect_stages(
     if num_stages == 1:
         return None
     num_ranks = tensor_parallel * num_stages
-    store = FileStore(str(folder / "all"), num_ranks)
+    store = meeting.store("all", num_ranks)
     group = _make_group(store, part.rank, num_ranks, host)
     return GlooStageLink(group, part, tensor_parallel, num_ranks, dtype)
 
 
 def _make_group(store: Store, rank: int, size: int, host: str) -> _Group:
-    store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_S))
     # torch's stubs know neither these options nor the constructor that takes them.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=STEP_TIMEOUT_S)

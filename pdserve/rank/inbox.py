@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from pdserve.rank.meeting import KeyBook
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 from pdserve.rpc.v1 import rank_pb2
 
@@ -39,13 +40,26 @@ class Inbox:
             return events
 
 
-def read_channel(channel: BlockingChannel, inbox: Inbox) -> threading.Thread:
-    """Starts the thread that moves messages of the face into the inbox."""
+def read_channel(
+    channel: BlockingChannel, inbox: Inbox, keys: KeyBook, *, has_calls: bool
+) -> threading.Thread:
+    """Starts the thread that takes what the face says: keys to their book, all else to the inbox.
+
+    Args:
+        channel: to the face.
+        inbox: of the engine thread.
+        keys: of other ranks.
+        has_calls: False where rank 0 gives the orders; of the face only its end counts there.
+    """
 
     def read() -> None:
         try:
             while True:
-                inbox.post(rank_pb2.ToRank.FromString(channel.receive()))
+                message = rank_pb2.ToRank.FromString(channel.receive())
+                if message.HasField("key"):
+                    keys.put(message.key.key, message.key.value)
+                elif has_calls:
+                    inbox.post(message)
         except ChannelClosed:
             inbox.post(ChannelLost())
 

@@ -18,6 +18,7 @@ from pdserve.models.folder import (
 from pdserve.rank.backend import Announce, Backend, LoadJob, RankRunner, ReportPhase
 from pdserve.rank.cpu_backend import CpuBackend
 from pdserve.rank.gloo_groups import connect_stages, connect_tensor_group
+from pdserve.rank.meeting import Meeting
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import BlockingChannel
 from pdserve.timeline import Clock
@@ -29,7 +30,7 @@ class RankArguments:
 
     incarnation: Incarnation
     rank: int
-    group_folder: Path
+    meeting: Meeting
     """Where the ranks of a replica find each other."""
     rank_channels: tuple[BlockingChannel, ...]
     """On rank 0 to each other rank, on these to rank 0."""
@@ -101,13 +102,13 @@ def _make_shard(
 ) -> Shard:
     part = geometry.parts[arguments.rank]
     tensor, stages = geometry.tensor_parallel, geometry.pipeline_parallel
-    folder, dtype = arguments.group_folder, TORCH_DTYPES[geometry.dtype]
+    meeting, dtype = arguments.meeting, TORCH_DTYPES[geometry.dtype]
     return Shard(
         whole=config,
         part=part,
         tensor_parallel=tensor,
         num_stages=stages,
         is_exact=geometry.dtype == "float32",
-        group=connect_tensor_group(folder, part, tensor, host),
-        stages=connect_stages(folder, part, tensor, stages, dtype, host),
+        group=connect_tensor_group(meeting, part, tensor, host),
+        stages=connect_stages(meeting, part, tensor, stages, dtype, host),
     )
