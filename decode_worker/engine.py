@@ -53,6 +53,8 @@ class DecodeEngine:
         self._config = config
         self._scheduler = scheduler
         self._window = JoinWindow(clock)
+        # Stages of a pipeline are at work only with a step for each.
+        self._joins_late = config.handoff.joins_late and config.engine.pipeline_parallel == 1
         self._pipeline = StepPipeline(JoiningRunner(runner, self._window), self._plan_step)
         self._landing = landing
         self._outbox = outbox
@@ -206,7 +208,7 @@ class DecodeEngine:
     def _time_left_s(self) -> float:
         """Returns how long the launch of the next step is put off for what is about to land."""
         oldest = self._pipeline.oldest
-        if oldest is None or not self._config.handoff.joins_late:
+        if oldest is None or not self._joins_late:
             return 0.0
         if not self._landing.num_reservations or oldest.is_over():
             return 0.0

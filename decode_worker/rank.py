@@ -17,6 +17,7 @@ from kv_transfer.receiver import LinkListener
 from kv_transfer.shipping import RankUnloader, Unloader
 from kv_transfer.spans import SpanUnloader, describe_event
 from kv_transfer.transport import FrameReceiver
+from pdserve.engine.batch import lookahead_of
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import ReservationId, WorkerId
@@ -51,6 +52,7 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
         context.clock,
         max_waiting=config.max_waiting,
         max_local_prefill_tokens=config.max_local_prefill_tokens,
+        lookahead=lookahead_of(context.runner, context.geometry.pipeline_parallel),
     )
     me = Identity(
         worker_id=WorkerId(config.worker_id),

@@ -41,6 +41,7 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
         context.clock,
         max_waiting=config.max_waiting,
         look_ahead=config.handoff.look_ahead,
+        num_stages=context.geometry.pipeline_parallel,
     )
     desk = HandoffDesk(
         me=Identity(

@@ -74,6 +74,13 @@ class Device:
         """What it calls itself."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
 
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors; the interpreter runs one program at a time."""
+        if not self.is_cuda:
+            return 1
+        return torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns host memory that the device can copy from and to by itself."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self.is_cuda)

@@ -4,7 +4,11 @@
     turn:  plan k+2, launch k+2, wait for k+1
     turn:  nothing to plan, wait for k+2        (a lone step is not delayed by the room for another)
 
-With a runner of one step in flight, a turn plans, computes and returns one step.
+With a runner of one step in flight, a turn plans, computes and returns one step. One of several
+stages has a step in flight for each of them, made of other sequences or of later chunks:
+
+    stage 0:  k    k+1  k+2  k+3
+    stage 1:       k    k+1  k+2
 """
 
 from collections import deque

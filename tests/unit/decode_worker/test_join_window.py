@@ -1,10 +1,22 @@
 import pytest
 
 from decode_worker.join_window import LAUNCH_SHARE, MARGIN_S, JoiningRunner, JoinWindow
-from pdserve.engine.batch import CompletedStep, SequenceSlice, StepPlan, StepResult
+from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.request import BlockId
 from pdserve.timeline import ManualClock
 from tests.support.scheduling import make_request
+
+
+class OverStep:
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def result(self) -> StepResult:
+        return StepResult(sampled={})
+
 
 STEP_S, LAUNCH_S = 0.008, 0.0005
 SLACK_S = MARGIN_S + LAUNCH_SHARE * LAUNCH_S
@@ -102,9 +114,9 @@ def test_a_runner_tells_of_its_launches() -> None:
     class Runner:
         max_steps_in_flight = 2
 
-        def launch(self, plan: StepPlan) -> CompletedStep:
+        def launch(self, plan: StepPlan) -> OverStep:
             clock.advance(LAUNCH_S)
-            return CompletedStep(StepResult(sampled={}))
+            return OverStep()
 
     clock = ManualClock()
     window = JoinWindow(clock)

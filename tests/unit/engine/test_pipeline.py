@@ -1,7 +1,6 @@
 import pytest
 
 from pdserve.engine.batch import (
-    CompletedStep,
     PendingStep,
     SequenceSlice,
     StepPlan,
@@ -89,6 +88,23 @@ def test_the_next_step_is_launched_before_the_last_one_is_waited_for():
     ]
 
 
+def test_a_pipeline_of_three_stages_has_a_step_in_each_before_it_waits():
+    assert run(3, [make_plan(0), make_plan(1), make_plan(2), make_plan(3)]) == [
+        "launch r0",
+        "launch r1",
+        "launch r2",
+        "result r0",
+        "book r0",
+        "launch r3",
+        "result r1",
+        "book r1",
+        "result r2",
+        "book r2",
+        "result r3",
+        "book r3",
+    ]
+
+
 def test_a_lone_step_is_waited_for_at_once():
     assert run(2, [make_plan(0), None, make_plan(1), None]) == [
         "launch r0",
@@ -104,11 +120,6 @@ def test_an_idle_pipeline_says_so():
     pipeline = StepPipeline(LoggingRunner(2), lambda: None)
     assert pipeline.is_empty
     assert pipeline.turn() is None
-
-
-def test_a_step_computed_at_launch_has_its_result():
-    result = StepResult(sampled={})
-    assert CompletedStep(result).result() is result
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from pdserve.engine.batch import CompletedStep, SequenceSlice, StepPlan, StepResult
+from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.rank.inbox import Inbox
 from pdserve.rank.spans import SpanEngine, SpanRunner, post_noter
 from pdserve.request import BlockId
@@ -9,6 +9,17 @@ from pdserve.rpc.v1 import rank_pb2
 from pdserve.spans import Detail, SpanFile
 from pdserve.timeline import ManualClock
 from tests.support.scheduling import make_request
+
+
+class OverStep:
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def result(self) -> StepResult:
+        return StepResult(sampled={})
 
 
 class SpanList:
@@ -25,9 +36,9 @@ class SlowRunner:
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan) -> OverStep:
         self._clock.advance(0.25)
-        return CompletedStep(StepResult(sampled={}))
+        return OverStep()
 
 
 class SlowEngine:
