@@ -189,7 +189,7 @@ def connect_tensor_ranks(
         max_polls: how long a rank is waited for.
     """
     kind = kind or share_device_memory(device.torch_device)
-    shape = (NUM_SLOTS.value, len(members), -(-num_bytes // 16) * 4)
+    shape = (NUM_SLOTS.value, len(members) - 1, -(-num_bytes // 16) * 4)
     num_words = shape[0] * shape[1] * shape[2]
 
     def view(memory: SharedMemory) -> Tensor:

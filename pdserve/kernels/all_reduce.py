@@ -53,7 +53,7 @@ class PeerRing:
 
     rank: int
     rings: tuple[Tensor, ...]
-    """int32 [3, ranks, words] of each rank, its own among them, EMPTY_WORD everywhere at first."""
+    """int32 [3, other ranks, words] of each rank, its own among them, all EMPTY_WORD at first."""
     state: Tensor
     """int32 [4], zero at first."""
     max_programs: int
@@ -89,14 +89,23 @@ def pack_values(values, dtype: tl.constexpr, IS_NARROW: tl.constexpr):
 
 
 @triton.jit
+def find_part(
+    slot, sender_values, SENDER: tl.constexpr, OWNER: tl.constexpr, NUM_RANKS: tl.constexpr
+):
+    """Returns where a sender's part of a slot begins in the ring of another rank."""
+    place: tl.constexpr = SENDER - 1 if SENDER > OWNER else SENDER
+    return (slot * (NUM_RANKS - 1) + place).to(tl.int64) * sender_values
+
+
+@triton.jit
 def send_values(
     rings, bits, slot, sender_values, places, mask, RANK: tl.constexpr, NUM_RANKS: tl.constexpr
 ):
     """Writes values into the others' rings."""
-    base = (slot * NUM_RANKS + RANK).to(tl.int64) * sender_values
     for peer in tl.static_range(NUM_RANKS):
         if peer != RANK:
-            tl.store(rings[peer] + base + places, bits, mask=mask)
+            part = find_part(slot, sender_values, RANK, peer, NUM_RANKS)
+            tl.store(rings[peer] + part + places, bits, mask=mask)
 
 
 @triton.jit
@@ -109,11 +118,12 @@ def receive_values(
     state_ptr,
     max_polls,
     SENDER: tl.constexpr,
+    RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
     """Waits for what a rank sends; what is missing in the end is EMPTY."""
-    at = ring_ptr + (slot * NUM_RANKS + SENDER).to(tl.int64) * sender_values + places
+    at = ring_ptr + find_part(slot, sender_values, SENDER, RANK, NUM_RANKS) + places
     bits = tl.load(at, mask=mask, other=0, volatile=True)
     num_missing = tl.max((bits == EMPTY).to(tl.int32), axis=0)
     num_polls = 0
@@ -145,7 +155,7 @@ def end_round(
     empty = tl.full([BLOCK], EMPTY, ring_ptr.dtype.element_ty)
     for sender in tl.static_range(NUM_RANKS):
         if sender != RANK:
-            base = (old * NUM_RANKS + sender).to(tl.int64) * sender_values
+            base = find_part(old, sender_values, sender, RANK, NUM_RANKS)
             for start in range(tl.program_id(0) * BLOCK, num_dirty, tl.num_programs(0) * BLOCK):
                 places = start + tl.arange(0, BLOCK)
                 tl.store(ring_ptr + base + places, empty, mask=places < num_dirty)
@@ -233,6 +243,7 @@ def receive_row(
                 state_ptr,
                 max_polls,
                 sender,
+                RANK,
                 NUM_RANKS,
                 EMPTY,
             )
@@ -549,6 +560,7 @@ def gather_kernel(
                     state_ptr,
                     max_polls,
                     sender,
+                    RANK,
                     NUM_RANKS,
                     EMPTY_WORD,
                 )
