@@ -66,6 +66,10 @@ class CudaStep:
         if self._watch is not None:
             self._watch.check()
 
+    def is_over(self) -> bool:
+        """Says whether tokens are in host memory."""
+        return self._event.query()
+
     def result(self) -> StepResult:
         """Waits, and reads tokens from host memory.
 
