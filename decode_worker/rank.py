@@ -15,6 +15,7 @@ from kv_transfer.protocol import Identity
 from kv_transfer.ranked_shipping import RankedUnloader
 from kv_transfer.receiver import LinkListener
 from kv_transfer.shipping import RankUnloader, Unloader
+from kv_transfer.spans import SpanUnloader, describe_event
 from kv_transfer.transport import FrameReceiver
 from pdserve.engine.batch import lookahead_of
 from pdserve.rank.follow import FollowerContext
@@ -30,7 +31,11 @@ def make_links(context: RankContext | FollowerContext, rank: int = 0) -> FrameRe
         incarnation=context.incarnation,
         config=handoff,
         slot_bytes=max_frame_bytes(
-            context.geometry, rank, handoff.frame_tokens, handoff.wire_dtype
+            context.geometry,
+            rank,
+            handoff.frame_tokens,
+            handoff.wire_dtype,
+            handoff.frame_layers,
         ),
         post=context.inbox.post,
         rank=rank,
@@ -58,7 +63,7 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
     )
-    unloader = _make_unloader(context, links)
+    unloader = _note_spans(context, _make_unloader(context, links))
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
@@ -105,5 +110,17 @@ def _make_unloader(context: RankContext, links: FrameReceiver) -> Unloader:
     return RankedUnloader(local, context.followers.send, endpoints)
 
 
+def _note_spans(context: RankContext, unloader: Unloader) -> Unloader:
+    if context.spans is None:
+        return unloader
+    return SpanUnloader(unloader, context.spans, context.clock)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda context: build_engine(context, make_links(context)), build_follower))
+    sys.exit(
+        run_rank(
+            lambda context: build_engine(context, make_links(context)),
+            build_follower,
+            describe_event,
+        )
+    )

@@ -151,6 +151,7 @@ def reserve_answer_to_wire(answer: Grant | Refusal) -> handoff_pb2.ReserveRespon
         links=[endpoint_to_wire(link) for link in answer.links],
         lease_s=answer.lease_s,
         frame_tokens=answer.frame_tokens,
+        frame_layers=answer.frame_layers,
         decode_shape=shape_to_wire(answer.decode_shape),
         wire_dtype=answer.wire_dtype,
     )
@@ -176,6 +177,7 @@ def reserve_answer_from_wire(wire: handoff_pb2.ReserveResponse) -> Grant | Refus
         links=tuple(endpoint_from_wire(link) for link in grant.links),
         lease_s=grant.lease_s,
         frame_tokens=grant.frame_tokens,
+        frame_layers=grant.frame_layers if grant.HasField("frame_layers") else None,
         decode_shape=shape_from_wire(grant.decode_shape),
         wire_dtype=grant.wire_dtype,
     )

@@ -302,6 +302,7 @@ class DecodeHandoffs:
             len(request.token_ids),
             outcome.num_cached_tokens,
             self._config.frame_tokens,
+            self._config.frame_layers,
         )
         grant = Grant(
             reservation_id=reservation_id,
@@ -310,6 +311,7 @@ class DecodeHandoffs:
             links=self._link_endpoints,
             lease_s=self._config.lease_s,
             frame_tokens=self._config.frame_tokens,
+            frame_layers=self._config.frame_layers,
             decode_shape=self._me.shape,
             wire_dtype=pair.wire_dtype,
         )

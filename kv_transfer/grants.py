@@ -19,6 +19,7 @@ def derive_manifest(geometry: KvGeometry, grant: Grant, num_tokens: int) -> Mani
             num_tokens,
             grant.num_cached_tokens,
             grant.frame_tokens,
+            grant.frame_layers,
         )
     except (ConfigError, ValueError):
         return None

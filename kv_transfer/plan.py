@@ -3,14 +3,16 @@
 A frame covers fixed, absolute token positions [k * frame_tokens, (k + 1) * frame_tokens), so its
 content does not depend on how prefill chunked its work. The first frame starts where the decode
 worker's cached prefix ends, the last one ends with the prompt. Each stretch of tokens is cut into
-one frame per lane, so both ends may differ in ranks; they may in block size, as frames count
-tokens, and in dtype, as frames have one of their own.
+groups of layers, in the order in which they are computed, and each group into one frame per lane:
+so both ends may differ in ranks; they may in block size, as frames count tokens, and in dtype, as
+frames have one of their own.
 """
 
 import hashlib
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 
-from kv_transfer.lanes import KvPair, make_lanes
+from kv_transfer.lanes import KvPair, Lane, make_lanes
 from pdserve.config.model import KvGeometry
 from pdserve.config.shape import ITEM_BYTES
 
@@ -75,13 +77,24 @@ class Manifest:
 
 
 def make_manifest(
-    pair: KvPair, num_tokens: int, num_cached_tokens: int, frame_tokens: int
+    pair: KvPair,
+    num_tokens: int,
+    num_cached_tokens: int,
+    frame_tokens: int,
+    frame_layers: int | None = None,
 ) -> Manifest:
     """Cuts tokens [num_cached_tokens, num_tokens) into frames; none if all are cached.
 
+    Args:
+        pair: both ends.
+        num_tokens: of the prompt.
+        num_cached_tokens: of them that decode has.
+        frame_tokens: most tokens of a frame.
+        frame_layers: most layers of a frame; None: all that its ranks have in common.
+
     Raises:
         ValueError: frame_tokens or num_cached_tokens is no multiple of the decode worker's block
-            size, or more tokens are cached than there are.
+            size, more tokens are cached than there are, or frame_layers is not positive.
     """
     size = pair.decode.block_size
     for name, value in (("frame_tokens", frame_tokens), ("num_cached_tokens", num_cached_tokens)):
@@ -91,12 +104,14 @@ def make_manifest(
         raise ValueError(f"frame_tokens must be positive, got {frame_tokens}")
     if not 0 <= num_cached_tokens <= num_tokens:
         raise ValueError(f"num_cached_tokens must be in [0, {num_tokens}], got {num_cached_tokens}")
-    lanes = make_lanes(pair)
+    if frame_layers is not None and frame_layers <= 0:
+        raise ValueError(f"frame_layers must be positive, got {frame_layers}")
+    pieces = _cut_layers(make_lanes(pair), frame_layers)
     frames: list[Frame] = []
     start = num_cached_tokens
     while start < num_tokens:
         end = min(start - start % frame_tokens + frame_tokens, num_tokens)
-        for lane in lanes:
+        for lane in pieces:
             num_values = (end - start) * len(lane.layers) * len(lane.heads)
             frames.append(
                 Frame(
@@ -121,15 +136,38 @@ def make_manifest(
     )
 
 
-def max_frame_bytes(geometry: KvGeometry, rank: int, frame_tokens: int, wire_dtype: str) -> int:
+def max_frame_bytes(
+    geometry: KvGeometry,
+    rank: int,
+    frame_tokens: int,
+    wire_dtype: str,
+    frame_layers: int | None = None,
+) -> int:
     """Returns the size of the largest frame that a decode rank can get: of a landing slot.
 
     No wire dtype that is negotiated is wider than the decode worker's own.
     """
     part = geometry.parts[rank]
     item_bytes = ITEM_BYTES.get(wire_dtype, geometry.item_bytes)
-    values = 2 * len(part.layers) * len(part.kv_heads) * geometry.head_dim
+    num_layers = min(len(part.layers), frame_layers or len(part.layers))
+    values = 2 * num_layers * len(part.kv_heads) * geometry.head_dim
     return frame_tokens * values * item_bytes
+
+
+def _cut_layers(lanes: Sequence[Lane], frame_layers: int | None) -> list[Lane]:
+    """Cuts lanes at fixed layers of the model, the first layers of all lanes first."""
+    if frame_layers is None:
+        return list(lanes)
+    pieces: list[Lane] = []
+    last = max(lane.layers.stop for lane in lanes)
+    for start in range(0, last, frame_layers):
+        for lane in lanes:
+            layers = range(
+                max(start, lane.layers.start), min(start + frame_layers, lane.layers.stop)
+            )
+            if layers:
+                pieces.append(replace(lane, layers=layers))
+    return pieces
 
 
 def _digest(pair: KvPair, frames: list[Frame]) -> bytes:

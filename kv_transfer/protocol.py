@@ -117,6 +117,8 @@ class Grant:
     """Of the decode worker's ranks, in their order."""
     lease_s: float
     frame_tokens: int
+    frame_layers: int | None
+    """Most layers of a frame; None: all."""
     decode_shape: KvShape
     """How the decode worker keeps its KV."""
     wire_dtype: str

@@ -21,13 +21,20 @@ DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 class StepEvent(Protocol):
     """A point in the device's work."""
 
+    def query(self) -> bool:
+        """Says whether the device has been there."""
+        ...
+
     def synchronize(self) -> None:
-        """Waits until the device is there."""
+        """Waits until the device is there; callable from any thread."""
         ...
 
 
 class _Reached:
     """A point that is always passed."""
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         return

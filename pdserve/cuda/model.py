@@ -21,7 +21,7 @@ from pdserve.config.rope import DynamicScaling
 from pdserve.cuda.attention import AttentionRoom, LayerAttention
 from pdserve.cuda.products import Products
 from pdserve.cuda.step_rows import StepRows
-from pdserve.cuda.tensor_ranks import TensorRanks
+from pdserve.cuda.tensor_ranks import TensorRanks, VocabularyShare
 from pdserve.cuda.weights import LayerWeights, ModelWeights
 from pdserve.cuda.workspace import RowBuffers, Workspace
 from pdserve.errors import ConfigError
@@ -127,15 +127,27 @@ class CudaModel:
         """
         return self._products.logits(hidden_ME, self._weights.head_VE)
 
-    def gather(self, logits_RN: Tensor) -> Tensor:
-        """Returns what all ranks make of the same rows, float32 [R, V]."""
-        if self.ranks is None:
-            return logits_RN
-        return self.ranks.gather(logits_RN, self._workspace.all_logits(logits_RN.shape[0]))
+    @property
+    def vocabulary_share(self) -> VocabularyShare | None:
+        """What the logits of this rank are of; None is everything."""
+        if self.ranks is None or not self.has_head:
+            return None
+        first, count = self._weights.first_token_id, self._weights.head_VE.shape[0]
+        return VocabularyShare(
+            ranks=self.ranks,
+            token_ids=range(first, first + count),
+            max_tokens=-(-self.config.vocab_size // self.ranks.size),
+            gather=self._gather,
+        )
 
     def score(self, hidden_ME: Tensor) -> Tensor:
         """Returns logits over the whole vocabulary."""
-        return self.gather(self.score_share(hidden_ME))
+        logits = self.score_share(hidden_ME)
+        return logits if self.ranks is None else self._gather(logits)
+
+    def _gather(self, logits_RN: Tensor) -> Tensor:
+        assert self.ranks is not None
+        return self.ranks.gather(logits_RN, self._workspace.all_logits(logits_RN.shape[0]))
 
     @torch.inference_mode()
     def compute_hidden(self, rows: StepRows, kv: KvTensors) -> Tensor | None:

@@ -30,7 +30,7 @@ from pdserve.cuda.step_shape import ShapeChooser, StepShape, decode_shape, promp
 from pdserve.cuda.tensor_ranks import RankWatch
 from pdserve.engine.batch import StepPlan, StepResult
 from pdserve.engine.warm_up import make_warm_up_plans
-from pdserve.rank.backend import Announce, StepResults
+from pdserve.rank.backend import Announce, ExpectedResult, StepResults
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class CudaStep:
         scores: Sequence[PromptScores],
         event: StepEvent,
         watches: Sequence[RankWatch],
-        results: StepResults | None,
+        expected: ExpectedResult | None,
     ) -> None:
         """Keeps what will be there once the event has happened.
 
@@ -61,16 +61,16 @@ class CudaStep:
             scores: of prompts.
             event: when the device has done this rank's part.
             watches: whether it had what it needed of other ranks.
-            results: on rank 0 of a pipeline, where the result comes from.
+            expected: on rank 0 of a pipeline, what the last stage will tell.
         """
         self._chosen = chosen
         self._scores = scores
         self._event = event
         self._watches = watches
-        self._results = results
+        self._expected = expected
 
     def wait(self) -> None:
-        """Waits until the device has done it.
+        """Waits until the device has done it, and so has the last stage.
 
         Raises:
             WorkerLost: another rank did not do its part.
@@ -78,6 +78,13 @@ class CudaStep:
         self._event.synchronize()
         for watch in self._watches:
             watch.check()
+        if self._expected is not None:
+            self._expected.wait()
+
+    def is_over(self) -> bool:
+        """Says whether tokens are in host memory."""
+        is_here = self._expected is None or self._expected.is_over()
+        return is_here and self._event.query()
 
     def result(self) -> StepResult:
         """Waits, and reads tokens from host memory.
@@ -86,8 +93,8 @@ class CudaStep:
             WorkerLost: another rank did not do its part.
         """
         self.wait()
-        if self._results is not None:
-            return self._results.take()
+        if self._expected is not None:
+            return self._expected.result()
         return StepResult(
             sampled=self._chosen.read(),
             prompt_logprobs={score.targets.request_id: score.read() for score in self._scores},
@@ -140,7 +147,8 @@ class CudaRunner:
         self._graphs = GraphSet(device, self._compute, self._send_padding)
         max_samples, vocab_size = input_limits.max_samples, model.config.vocab_size
         self._choosers = [
-            TokenChooser(device, max_samples, vocab_size, in_flight) for _ in range(num_lanes)
+            TokenChooser(device, max_samples, vocab_size, model.vocabulary_share, in_flight)
+            for _ in range(num_lanes)
         ]
         self._stages = stages
         self._awaited = AwaitedIds(1 if stages is None else stages.room.num_id_rows, max_samples)
@@ -181,8 +189,6 @@ class CudaRunner:
             self.kv.copy_block(source, target)
         self._inputs.send(step.writer, step.lane)
         logits, scores, slots = self._forward(step)
-        if logits is not None and slots and self.model.ranks is not None:
-            logits = self.model.gather(logits[: max(slot.row for slot in slots) + 1])
         chosen = self._choosers[step.lane].choose(logits, slots)
         if self._stages is not None:
             self._leave_stage(self._stages, step, chosen)
@@ -191,10 +197,10 @@ class CudaRunner:
         self.counters.steps += 1
         self.counters.graph_steps += step.is_captured
         self.counters.host_tokens += len(chosen.host_slots)
-        watches = self._watch_ranks()
-        is_leader = self._stages is not None and self._stages.is_leader
-        results = self.results if is_leader else None
-        return CudaStep(chosen, scores, self._device.record(), watches, results)
+        watches, expected = self._watch_ranks(), None
+        if self.results is not None and self._stages is not None and self._stages.is_leader:
+            expected = self.results.expect()
+        return CudaStep(chosen, scores, self._device.record(), watches, expected)
 
     def _leave_stage(self, stages: DeviceStages, step: AssembledStep, chosen: ChosenTokens) -> None:
         """Hands on what this stage made of a step."""

@@ -17,20 +17,15 @@ from torch import Tensor
 from pdserve.cuda.device import Device
 from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
 from pdserve.errors import WorkerLost
-from pdserve.kernels.all_reduce import (
-    EMPTY_WORD,
-    NUM_SLOTS,
-    NUM_STATE_WORDS,
-    PeerRing,
-    add_norm_over_ranks,
-    gather_over_ranks,
-)
+from pdserve.kernels.all_gather import gather_over_ranks
+from pdserve.kernels.all_reduce import add_norm_over_ranks
+from pdserve.kernels.peer_ring import EMPTY_WORD, NUM_SLOTS, NUM_STATE_WORDS, PeerRing
 from pdserve.rank.exchange import RankExchange
 
 MAX_POLLS = 1 << 25
 """A rank that nothing was heard of for about 20 s is given up: a process that only was slow to
 compile kernels is waited for, and the death of one is seen sooner elsewhere."""
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 3
 NUM_HOST_FLAGS = 3
 """One is written while two steps wait to be read."""
 
@@ -154,6 +149,18 @@ class TensorRanks:
             memory.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShare:
+    """The part of the vocabulary that this rank computes logits of."""
+
+    ranks: TensorRanks
+    token_ids: range
+    max_tokens: int
+    """Of any rank."""
+    gather: Callable[[Tensor], Tensor]
+    """Returns the logits of all ranks, for rows of this rank's [R, N]; overwritten by the next."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankWatch:
     """Whether the ranks of a step were all there."""
@@ -189,7 +196,7 @@ def connect_tensor_ranks(
         max_polls: how long a rank is waited for.
     """
     kind = kind or share_device_memory(device.torch_device)
-    shape = (NUM_SLOTS.value, len(members), -(-num_bytes // 16) * 4)
+    shape = (NUM_SLOTS.value, len(members) - 1, -(-num_bytes // 16) * 4)
     num_words = shape[0] * shape[1] * shape[2]
 
     def view(memory: SharedMemory) -> Tensor:
@@ -203,9 +210,11 @@ def connect_tensor_ranks(
         own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words)
         for rank in members
     ]
+    rings = tuple(view(one) for one in memory)
     ring = PeerRing(
         rank=members.index(exchange.rank),
-        rings=tuple(view(one) for one in memory),
+        rings=rings,
+        halves=tuple(one.view(torch.int16) for one in rings),
         state=device.zeros((NUM_STATE_WORDS,), torch.int32),
         max_programs=PROGRAMS_PER_SM * device.num_sms,
         max_polls=max_polls,

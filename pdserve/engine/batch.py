@@ -80,6 +80,14 @@ class StepResult:
 class PendingStep(Protocol):
     """A step that was launched."""
 
+    def is_over(self) -> bool:
+        """Says whether `result` would return at once."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until `is_over`; callable from any thread, beside the one that launches."""
+        ...
+
     def result(self) -> StepResult:
         """Waits for the step's end; called once, in the order of the launches."""
         ...

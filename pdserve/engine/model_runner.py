@@ -24,6 +24,14 @@ class ComputedStep:
     plan: StepPlan
     logits: Arriving
 
+    def is_over(self) -> bool:
+        """Says whether the logits are here."""
+        return self.logits.is_here
+
+    def wait(self) -> None:
+        """Waits for them."""
+        self.logits.wait()
+
     def result(self) -> StepResult:
         """Waits for logits, then samples where asked."""
         # At most a row per token of the step: its token budget bounds the memory.

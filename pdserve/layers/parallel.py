@@ -49,8 +49,13 @@ class TensorGroup(Protocol):
 class Arriving(Protocol):
     """A tensor that may still be on its way."""
 
+    @property
+    def is_here(self) -> bool:
+        """Says whether `wait` would return at once."""
+        ...
+
     def wait(self) -> Tensor:
-        """Returns it once it is here; called once."""
+        """Returns it once it is here; may be called again, but by one thread at a time."""
         ...
 
 
@@ -59,6 +64,11 @@ class Arrived:
     """An `Arriving` that was here from the start."""
 
     tensor: Tensor
+
+    @property
+    def is_here(self) -> bool:
+        """Says yes."""
+        return True
 
     def wait(self) -> Tensor:
         """Returns it."""

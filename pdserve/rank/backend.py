@@ -9,7 +9,7 @@ from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.shape import RankPart
-from pdserve.engine.batch import PendingStep, StepPlan, StepResult, StepRunner
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.layers.parallel import Shard
 from pdserve.rank.exchange import RankExchange
 from pdserve.timeline import Clock
@@ -20,6 +20,10 @@ Announce = Callable[[StepPlan], None]
 """Tells the other ranks of a step that is about to be computed."""
 
 
+class ExpectedResult(PendingStep, Protocol):
+    """What rank 0 will be told of one step."""
+
+
 class StepResults(Protocol):
     """The way of results to rank 0, where another rank samples: the last stage of a pipeline."""
 
@@ -27,12 +31,8 @@ class StepResults(Protocol):
         """Sends a step's result once it has ended; on the rank that samples."""
         ...
 
-    def take(self) -> StepResult:
-        """Waits for the result of the oldest step; on rank 0.
-
-        Raises:
-            ChannelClosed: the other rank died.
-        """
+    def expect(self) -> ExpectedResult:
+        """Returns what the result of a step that is launched now will be; on rank 0."""
         ...
 
 

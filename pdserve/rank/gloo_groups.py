@@ -69,15 +69,23 @@ class GlooTensorGroup:
         return parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Expected:
     """An `Arriving` of Gloo."""
 
     tensor: Tensor
     work: Work
+    _is_here: bool = False
+    """Gloo's work tells it only to whoever waits."""
+
+    @property
+    def is_here(self) -> bool:
+        return self._is_here
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        if not self._is_here:
+            self.work.wait()
+            self._is_here = True
         return self.tensor
 
 

@@ -1,7 +1,7 @@
 """How rank 0 learns what another rank sampled: the last stage of a pipeline on GPUs.
 
     last stage:  launched step -> its own thread waits for the device, reads, tells
-    rank 0:      reader of the channel -> queue -> `take`, in the order of the launches
+    rank 0:      reader of the channel -> the step that expects it, in the order of the launches
 
 The next step's tokens go from device to device meanwhile: nobody waits for this but the streams.
 """
@@ -9,6 +9,7 @@ The next step's tokens go from device to device meanwhile: nobody waits for this
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from pdserve.engine.batch import PendingStep, StepResult
@@ -77,9 +78,9 @@ class ResultSender:
         """Queues a step that was launched."""
         self._steps.put(step)
 
-    def take(self) -> StepResult:
+    def expect(self) -> "ExpectedStep":
         """Not here."""
-        raise AssertionError("results are taken on rank 0")
+        raise AssertionError("results are expected on rank 0")
 
     def _send(self) -> None:
         try:
@@ -94,32 +95,70 @@ class ResultSender:
             self._inbox.post(ChannelLost())
 
 
-class ResultReceiver:
-    """The `StepResults` of rank 0."""
+class ExpectedStep:
+    """What the last stage tells of one step. Any thread may wait."""
 
     def __init__(self) -> None:
-        """Nothing has come yet."""
-        self._done: queue.SimpleQueue[rank_pb2.StepDone | None] = queue.SimpleQueue()
+        """Nothing was told yet."""
+        self._is_over = threading.Event()
+        self._done: rank_pb2.StepDone | None = None
+
+    def tell(self, done: rank_pb2.StepDone | None) -> None:
+        """Ends it; None: nothing will be told, a rank died."""
+        self._done = done
+        self._is_over.set()
+
+    def is_over(self) -> bool:
+        """Says whether there is nothing to wait for."""
+        return self._is_over.is_set()
+
+    def wait(self) -> None:
+        """Waits. The death of a rank ends that, and a frozen one is killed by its face."""
+        self._is_over.wait()
+
+    def result(self) -> StepResult:
+        """Waits, and returns what was told.
+
+        Raises:
+            ChannelClosed: a rank died before.
+        """
+        self.wait()
+        if self._done is None:
+            raise ChannelClosed("a rank died before its step ended")
+        return result_from_wire(self._done)
+
+
+class ResultReceiver:
+    """The `StepResults` of rank 0: the engine thread expects, a channel's reader tells."""
+
+    def __init__(self) -> None:
+        """Nothing is expected yet."""
+        self._lock = threading.Lock()
+        self._expected: deque[ExpectedStep] = deque()
+        self._is_closed = False
+
+    def expect(self) -> ExpectedStep:
+        """Returns what the step that is launched now will have; before its plan can be answered."""
+        step = ExpectedStep()
+        with self._lock:
+            if self._is_closed:
+                step.tell(None)
+            else:
+                self._expected.append(step)
+        return step
 
     def post(self, done: rank_pb2.StepDone) -> None:
-        """Notes a result; any thread."""
-        self._done.put(done)
+        """Notes the result of the oldest step."""
+        with self._lock:
+            self._expected.popleft().tell(done)
 
     def close(self) -> None:
         """Notes that no more will come: a rank died."""
-        self._done.put(None)
+        with self._lock:
+            self._is_closed = True
+            while self._expected:
+                self._expected.popleft().tell(None)
 
     def put(self, step: PendingStep) -> None:
         """Not here."""
         raise AssertionError("rank 0 samples nothing of a pipeline on GPUs")
-
-    def take(self) -> StepResult:
-        """Waits for the oldest result. The death of a rank ends that, and its face kills all.
-
-        Raises:
-            ChannelClosed: a rank died.
-        """
-        done = self._done.get()
-        if done is None:
-            raise ChannelClosed("a rank died before its step ended")
-        return result_from_wire(done)

@@ -186,6 +186,11 @@ class AsyncChannel:
             raise ChannelClosed("the other end spoke out of turn")
         return self._sock
 
+    def shut(self) -> None:
+        """Ends it: whoever waits here, or at the other end, finds the channel closed."""
+        with suppress(OSError):  # the other end may have left first
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Closes this end."""
+        """Frees the socket; nobody waits on it any more."""
         self._sock.close()

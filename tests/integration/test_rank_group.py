@@ -39,7 +39,7 @@ def phases_of(config: WorkerConfig) -> dict[str, str]:
     )
 
     async def live() -> None:
-        group = start_ranks(STAND_IN, config, Incarnation(7), handlers)
+        group = await start_ranks(STAND_IN, config, Incarnation(7), handlers)
         running = asyncio.create_task(group.run())
         try:
             async with asyncio.timeout(20):

@@ -18,7 +18,12 @@ Side = Literal["prefill", "decode"]
 Which = Literal["face", "rank"]
 
 SHORT_HANDOFF = HandoffConfig(
-    frame_tokens=64, lease_s=3.0, hold_s=6.0, call_timeout_s=2.0, frame_timeout_s=3.0
+    frame_tokens=64,
+    frame_layers=3,
+    lease_s=3.0,
+    hold_s=6.0,
+    call_timeout_s=2.0,
+    frame_timeout_s=3.0,
 )
 SHORT_TIMES: dict[str, object] = {
     "heartbeat_s": 0.2,

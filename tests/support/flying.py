@@ -35,6 +35,12 @@ class _Flying:
     plan: StepPlan
     outcome: StepResult | None = None
 
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Computed by `result`."""
+
     def result(self) -> StepResult:
         return self.runner.end(self)
 

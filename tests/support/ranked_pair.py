@@ -164,7 +164,9 @@ class RankedSide:
                 hub=hub,
                 incarnation=self._context.incarnation,
                 ring_slots=handoff.ring_slots,
-                slot_bytes=max_frame_bytes(geometry, rank, handoff.frame_tokens, "auto"),
+                slot_bytes=max_frame_bytes(
+                    geometry, rank, handoff.frame_tokens, "auto", handoff.frame_layers
+                ),
                 post=self._post_of(rank),
                 rank=rank,
             )

@@ -41,14 +41,21 @@ class ThreadGroup:
         return torch.stack(self._exchange(x)).sum(0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ThreadLogits:
     """An `Arriving` of threads."""
 
     take: Callable[[], Tensor]
+    taken: Tensor | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.taken is not None
 
     def wait(self) -> Tensor:
-        return self.take()
+        if self.taken is None:
+            self.taken = self.take()
+        return self.taken
 
 
 class ThreadStages:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import types_pb2 as pdserve_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/handoff.proto\x12\x0epdserve.rpc.v1\x1a\x1apdserve/rpc/v1/types.proto\"\xb7\x02\n\x08\x45nvelope\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x03 \x01(\r\x12\x19\n\x11prefill_worker_id\x18\x04 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x05 \x01(\x06\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x07 \x01(\x06\x12\x16\n\x0ereservation_id\x18\x08 \x01(\x0c\x12\x1a\n\x12tenant_salt_digest\x18\t \x01(\x0c\x12\x1c\n\x14\x63ompatibility_digest\x18\n \x01(\x0c\x12.\n\rprefill_shape\x18\x0b \x01(\x0b\x32\x17.pdserve.rpc.v1.KvShape\"`\n\x07KvShape\x12\x17\n\x0ftensor_parallel\x18\x01 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"j\n\x0eReserveRequest\x12*\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.Envelope\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\"9\n\x0cLinkEndpoint\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\x0c\"\xea\x01\n\x05Grant\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x0c\x12+\n\x05links\x18\x04 \x03(\x0b\x32\x1c.pdserve.rpc.v1.LinkEndpoint\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x66rame_tokens\x18\x06 \x01(\r\x12-\n\x0c\x64\x65\x63ode_shape\x18\x07 \x01(\x0b\x32\x17.pdserve.rpc.v1.KvShape\x12\x12\n\nwire_dtype\x18\x08 \x01(\t\"\x83\x02\n\x07Refusal\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.pdserve.rpc.v1.Refusal.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\xa0\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_NO_ROOM\x10\x01\x12\x10\n\x0cREASON_STALE\x10\x02\x12\x17\n\x13REASON_INCOMPATIBLE\x10\x03\x12\x13\n\x0fREASON_DRAINING\x10\x04\x12\x14\n\x10REASON_CANCELLED\x10\x05\x12\x14\n\x10REASON_TOO_LARGE\x10\x06\"p\n\x0fReserveResponse\x12&\n\x05grant\x18\x01 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12*\n\x07refusal\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.RefusalH\x00\x42\t\n\x07outcome\"J\n\nFirstToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\"\x86\x01\n\rCommitRequest\x12*\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.Envelope\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.pdserve.rpc.v1.FirstToken\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x0c\"\x84\x01\n\x0e\x43ommitResponse\x12\x34\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x1c.pdserve.rpc.v1.AcknowledgedH\x00\x12\x31\n\x07\x61\x62orted\x18\x02 \x01(\x0b\x32\x1e.pdserve.rpc.v1.HandoffAbortedH\x00\x42\t\n\x07outcome\"\x0e\n\x0c\x41\x63knowledged\"P\n\x0eHandoffAborted\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t\x12.\n\x06reason\x18\x02 \x01(\x0e\x32\x1e.pdserve.rpc.v1.Refusal.Reason\"Q\n\x13\x41\x62ortHandoffRequest\x12*\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.Envelope\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortHandoffResponse\";\n\x0cRenewRequest\x12+\n\tenvelopes\x18\x01 \x03(\x0b\x32\x18.pdserve.rpc.v1.Envelope\"!\n\rRenewResponse\x12\x10\n\x08is_alive\x18\x01 \x03(\x08\x32\xb8\x02\n\x07Handoff\x12J\n\x07Reserve\x12\x1e.pdserve.rpc.v1.ReserveRequest\x1a\x1f.pdserve.rpc.v1.ReserveResponse\x12G\n\x06\x43ommit\x12\x1d.pdserve.rpc.v1.CommitRequest\x1a\x1e.pdserve.rpc.v1.CommitResponse\x12R\n\x05\x41\x62ort\x12#.pdserve.rpc.v1.AbortHandoffRequest\x1a$.pdserve.rpc.v1.AbortHandoffResponse\x12\x44\n\x05Renew\x12\x1c.pdserve.rpc.v1.RenewRequest\x1a\x1d.pdserve.rpc.v1.RenewResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/handoff.proto\x12\x0epdserve.rpc.v1\x1a\x1apdserve/rpc/v1/types.proto\"\xb7\x02\n\x08\x45nvelope\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_attempt\x18\x03 \x01(\r\x12\x19\n\x11prefill_worker_id\x18\x04 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x05 \x01(\x06\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x07 \x01(\x06\x12\x16\n\x0ereservation_id\x18\x08 \x01(\x0c\x12\x1a\n\x12tenant_salt_digest\x18\t \x01(\x0c\x12\x1c\n\x14\x63ompatibility_digest\x18\n \x01(\x0c\x12.\n\rprefill_shape\x18\x0b \x01(\x0b\x32\x17.pdserve.rpc.v1.KvShape\"`\n\x07KvShape\x12\x17\n\x0ftensor_parallel\x18\x01 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"j\n\x0eReserveRequest\x12*\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.Envelope\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\"9\n\x0cLinkEndpoint\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\x0c\"\x96\x02\n\x05Grant\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x0c\x12+\n\x05links\x18\x04 \x03(\x0b\x32\x1c.pdserve.rpc.v1.LinkEndpoint\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x66rame_tokens\x18\x06 \x01(\r\x12-\n\x0c\x64\x65\x63ode_shape\x18\x07 \x01(\x0b\x32\x17.pdserve.rpc.v1.KvShape\x12\x12\n\nwire_dtype\x18\x08 \x01(\t\x12\x19\n\x0c\x66rame_layers\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_frame_layers\"\x83\x02\n\x07Refusal\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.pdserve.rpc.v1.Refusal.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\xa0\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_NO_ROOM\x10\x01\x12\x10\n\x0cREASON_STALE\x10\x02\x12\x17\n\x13REASON_INCOMPATIBLE\x10\x03\x12\x13\n\x0fREASON_DRAINING\x10\x04\x12\x14\n\x10REASON_CANCELLED\x10\x05\x12\x14\n\x10REASON_TOO_LARGE\x10\x06\"p\n\x0fReserveResponse\x12&\n\x05grant\x18\x01 \x01(\x0b\x32\x15.pdserve.rpc.v1.GrantH\x00\x12*\n\x07refusal\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.RefusalH\x00\x42\t\n\x07outcome\"J\n\nFirstToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\"\x86\x01\n\rCommitRequest\x12*\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.Envelope\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.pdserve.rpc.v1.FirstToken\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x0c\"\x84\x01\n\x0e\x43ommitResponse\x12\x34\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x1c.pdserve.rpc.v1.AcknowledgedH\x00\x12\x31\n\x07\x61\x62orted\x18\x02 \x01(\x0b\x32\x1e.pdserve.rpc.v1.HandoffAbortedH\x00\x42\t\n\x07outcome\"\x0e\n\x0c\x41\x63knowledged\"P\n\x0eHandoffAborted\x12\x0e\n\x06\x64\x65tail\x18\x01 \x01(\t\x12.\n\x06reason\x18\x02 \x01(\x0e\x32\x1e.pdserve.rpc.v1.Refusal.Reason\"Q\n\x13\x41\x62ortHandoffRequest\x12*\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32\x18.pdserve.rpc.v1.Envelope\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortHandoffResponse\";\n\x0cRenewRequest\x12+\n\tenvelopes\x18\x01 \x03(\x0b\x32\x18.pdserve.rpc.v1.Envelope\"!\n\rRenewResponse\x12\x10\n\x08is_alive\x18\x01 \x03(\x08\x32\xb8\x02\n\x07Handoff\x12J\n\x07Reserve\x12\x1e.pdserve.rpc.v1.ReserveRequest\x1a\x1f.pdserve.rpc.v1.ReserveResponse\x12G\n\x06\x43ommit\x12\x1d.pdserve.rpc.v1.CommitRequest\x1a\x1e.pdserve.rpc.v1.CommitResponse\x12R\n\x05\x41\x62ort\x12#.pdserve.rpc.v1.AbortHandoffRequest\x1a$.pdserve.rpc.v1.AbortHandoffResponse\x12\x44\n\x05Renew\x12\x1c.pdserve.rpc.v1.RenewRequest\x1a\x1d.pdserve.rpc.v1.RenewResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKENDPOINT']._serialized_start=596
   _globals['_LINKENDPOINT']._serialized_end=653
   _globals['_GRANT']._serialized_start=656
-  _globals['_GRANT']._serialized_end=890
-  _globals['_REFUSAL']._serialized_start=893
-  _globals['_REFUSAL']._serialized_end=1152
-  _globals['_REFUSAL_REASON']._serialized_start=992
-  _globals['_REFUSAL_REASON']._serialized_end=1152
-  _globals['_RESERVERESPONSE']._serialized_start=1154
-  _globals['_RESERVERESPONSE']._serialized_end=1266
-  _globals['_FIRSTTOKEN']._serialized_start=1268
-  _globals['_FIRSTTOKEN']._serialized_end=1342
-  _globals['_COMMITREQUEST']._serialized_start=1345
-  _globals['_COMMITREQUEST']._serialized_end=1479
-  _globals['_COMMITRESPONSE']._serialized_start=1482
-  _globals['_COMMITRESPONSE']._serialized_end=1614
-  _globals['_ACKNOWLEDGED']._serialized_start=1616
-  _globals['_ACKNOWLEDGED']._serialized_end=1630
-  _globals['_HANDOFFABORTED']._serialized_start=1632
-  _globals['_HANDOFFABORTED']._serialized_end=1712
-  _globals['_ABORTHANDOFFREQUEST']._serialized_start=1714
-  _globals['_ABORTHANDOFFREQUEST']._serialized_end=1795
-  _globals['_ABORTHANDOFFRESPONSE']._serialized_start=1797
-  _globals['_ABORTHANDOFFRESPONSE']._serialized_end=1819
-  _globals['_RENEWREQUEST']._serialized_start=1821
-  _globals['_RENEWREQUEST']._serialized_end=1880
-  _globals['_RENEWRESPONSE']._serialized_start=1882
-  _globals['_RENEWRESPONSE']._serialized_end=1915
-  _globals['_HANDOFF']._serialized_start=1918
-  _globals['_HANDOFF']._serialized_end=2230
+  _globals['_GRANT']._serialized_end=934
+  _globals['_REFUSAL']._serialized_start=937
+  _globals['_REFUSAL']._serialized_end=1196
+  _globals['_REFUSAL_REASON']._serialized_start=1036
+  _globals['_REFUSAL_REASON']._serialized_end=1196
+  _globals['_RESERVERESPONSE']._serialized_start=1198
+  _globals['_RESERVERESPONSE']._serialized_end=1310
+  _globals['_FIRSTTOKEN']._serialized_start=1312
+  _globals['_FIRSTTOKEN']._serialized_end=1386
+  _globals['_COMMITREQUEST']._serialized_start=1389
+  _globals['_COMMITREQUEST']._serialized_end=1523
+  _globals['_COMMITRESPONSE']._serialized_start=1526
+  _globals['_COMMITRESPONSE']._serialized_end=1658
+  _globals['_ACKNOWLEDGED']._serialized_start=1660
+  _globals['_ACKNOWLEDGED']._serialized_end=1674
+  _globals['_HANDOFFABORTED']._serialized_start=1676
+  _globals['_HANDOFFABORTED']._serialized_end=1756
+  _globals['_ABORTHANDOFFREQUEST']._serialized_start=1758
+  _globals['_ABORTHANDOFFREQUEST']._serialized_end=1839
+  _globals['_ABORTHANDOFFRESPONSE']._serialized_start=1841
+  _globals['_ABORTHANDOFFRESPONSE']._serialized_end=1863
+  _globals['_RENEWREQUEST']._serialized_start=1865
+  _globals['_RENEWREQUEST']._serialized_end=1924
+  _globals['_RENEWRESPONSE']._serialized_start=1926
+  _globals['_RENEWRESPONSE']._serialized_end=1959
+  _globals['_HANDOFF']._serialized_start=1962
+  _globals['_HANDOFF']._serialized_end=2274
 # @@protoc_insertion_point(module_scope)

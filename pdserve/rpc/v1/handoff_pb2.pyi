@@ -166,6 +166,7 @@ class Grant(_message.Message):
     FRAME_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_SHAPE_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    FRAME_LAYERS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.bytes
     num_cached_tokens: _builtins.int
     """Leading tokens the decode worker already holds: not to be sent. A multiple of its block size."""
@@ -174,6 +175,8 @@ class Grant(_message.Message):
     frame_tokens: _builtins.int
     wire_dtype: _builtins.str
     """Of the values in frames."""
+    frame_layers: _builtins.int
+    """Most layers of a frame; absent: all."""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkEndpoint]:
         """Of the decode worker's ranks, in their order."""
@@ -191,12 +194,15 @@ class Grant(_message.Message):
         frame_tokens: _builtins.int = ...,
         decode_shape: Global___KvShape | None = ...,
         wire_dtype: _builtins.str = ...,
+        frame_layers: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_shape", b"decode_shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frame_layers", b"_frame_layers", "decode_shape", b"decode_shape", "frame_layers", b"frame_layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_shape", b"decode_shape", "frame_tokens", b"frame_tokens", "lease_s", b"lease_s", "links", b"links", "manifest_digest", b"manifest_digest", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frame_layers", b"_frame_layers", "decode_shape", b"decode_shape", "frame_layers", b"frame_layers", "frame_tokens", b"frame_tokens", "lease_s", b"lease_s", "links", b"links", "manifest_digest", b"manifest_digest", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__frame_layers: _TypeAlias = _typing.Literal["frame_layers"]  # noqa: Y015
+    _WhichOneofArgType__frame_layers: _TypeAlias = _typing.Literal["_frame_layers", b"_frame_layers"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frame_layers) -> _WhichOneofReturnType__frame_layers | None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
 

@@ -39,6 +39,7 @@ class ToRank(_message.Message):
     PEER_REPLY_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def submit(self) -> _worker_pb2.SubmitRequest: ...
@@ -60,6 +61,8 @@ class ToRank(_message.Message):
     def drain(self) -> Global___Drain: ...
     @_builtins.property
     def shutdown(self) -> Global___Shutdown: ...
+    @_builtins.property
+    def key(self) -> Global___StoreKey: ...
     def __init__(
         self,
         *,
@@ -74,12 +77,13 @@ class ToRank(_message.Message):
         peer_reply: Global___PeerReply | None = ...,
         drain: Global___Drain | None = ...,
         shutdown: Global___Shutdown | None = ...,
+        key: Global___StoreKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call_id", b"call_id", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call_id", b"call_id", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "place_decode", "cancel", "reserve", "commit", "abort", "renew", "peer_reply", "drain", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "place_decode", "cancel", "reserve", "commit", "abort", "renew", "peer_reply", "drain", "shutdown", "key"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -97,6 +101,7 @@ class FromRank(_message.Message):
     PEER_CALL_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def ready(self) -> Global___RankReady: ...
@@ -112,6 +117,8 @@ class FromRank(_message.Message):
     def phase(self) -> Global___RankPhase: ...
     @_builtins.property
     def failed(self) -> Global___RankFailed: ...
+    @_builtins.property
+    def key(self) -> Global___StoreKey: ...
     def __init__(
         self,
         *,
@@ -123,16 +130,41 @@ class FromRank(_message.Message):
         peer_call: Global___PeerCall | None = ...,
         phase: Global___RankPhase | None = ...,
         failed: Global___RankFailed | None = ...,
+        key: Global___StoreKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "heartbeat", "updates", "reply", "peer_call", "phase", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "heartbeat", "updates", "reply", "peer_call", "phase", "failed", "key"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FromRank: _TypeAlias = FromRank  # noqa: Y015
+
+@_typing.final
+class StoreKey(_message.Message):
+    """What ranks of several nodes tell each other of the groups that they make; the face passes it on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreKey: _TypeAlias = StoreKey  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):

@@ -54,7 +54,7 @@ from pdserve.request import (
 )
 from pdserve.timeline import ManualClock
 
-CONFIG = HandoffConfig(frame_tokens=32, ring_slots=2)
+CONFIG = HandoffConfig(frame_tokens=32, frame_layers=2, ring_slots=2)
 P, D = Incarnation(1), Incarnation(2)
 
 
@@ -141,7 +141,9 @@ class ShardedPair:
                 hub=hub,
                 incarnation=D,
                 ring_slots=CONFIG.ring_slots,
-                slot_bytes=max_frame_bytes(decode, rank, CONFIG.frame_tokens, "auto"),
+                slot_bytes=max_frame_bytes(
+                    decode, rank, CONFIG.frame_tokens, "auto", CONFIG.frame_layers
+                ),
                 post=lambda event: self.events.append(("decode", event)),
                 rank=rank,
             )

@@ -88,6 +88,7 @@ def grant(number: int = 1) -> Grant:
         links=(ENDPOINT,),
         lease_s=9.0,
         frame_tokens=32,
+        frame_layers=None,
         decode_shape=GEOMETRY.shape,
         wire_dtype="float32",
     )

@@ -54,13 +54,20 @@ def test_frames_cover_every_uncached_token_once_in_order(
     num_tokens=st.integers(1, 150),
     cached_blocks=st.integers(0, 3),
     frame_tokens=st.sampled_from((32, 64)),
+    frame_layers=st.sampled_from((None, 1, 2, 7)),
 )
 def test_A15_every_layer_head_and_token_reaches_every_decode_rank_once(
-    prefill: KvGeometry, decode: KvGeometry, num_tokens: int, cached_blocks: int, frame_tokens: int
+    prefill: KvGeometry,
+    decode: KvGeometry,
+    num_tokens: int,
+    cached_blocks: int,
+    frame_tokens: int,
+    frame_layers: int | None,
 ) -> None:
     size = decode.block_size
     cached = min(cached_blocks, num_tokens // size) * size
-    manifest = make_manifest(make_pair(prefill, decode), num_tokens, cached, frame_tokens)
+    pair = make_pair(prefill, decode)
+    manifest = make_manifest(pair, num_tokens, cached, frame_tokens, frame_layers)
     got: Counter[tuple[int, int, int, int]] = Counter()
     for frame in manifest.frames:
         holder = prefill.parts[frame.prefill_rank]
@@ -69,7 +76,8 @@ def test_A15_every_layer_head_and_token_reaches_every_decode_rank_once(
             for head in frame.heads:
                 assert head in holder.kv_heads
                 got.update((frame.decode_rank, layer, head, token) for token in frame.tokens)
-        limit = max_frame_bytes(decode, frame.decode_rank, frame_tokens, "auto")
+        limit = max_frame_bytes(decode, frame.decode_rank, frame_tokens, "auto", frame_layers)
+        assert len(frame.layers) <= (frame_layers or decode.num_layers)
         assert 0 < frame.num_bytes <= limit
     wanted = {
         (part.rank, layer, head, token)
@@ -102,6 +110,24 @@ def test_the_frames_of_all_lanes_are_ready_together() -> None:
     wide = replace(GEOMETRY, tensor_parallel=2)
     manifest = make_manifest(make_pair(wide, GEOMETRY), 300, 0, 128)
     assert [manifest.count_ready(n) for n in (127, 128, 300)] == [0, 2, 6]
+
+
+def test_frames_of_a_stretch_come_in_the_order_in_which_layers_are_computed() -> None:
+    staged = make_pair(replace(GEOMETRY, pipeline_parallel=2), GEOMETRY)
+    frames = make_manifest(staged, 150, 0, 128, 1).frames
+    assert [(frame.end_token, frame.first_layer) for frame in frames] == [
+        (end, layer) for end in (128, 150) for layer in (0, 1, 2)
+    ]
+
+
+def test_the_digest_covers_how_layers_are_cut() -> None:
+    digests = {make_manifest(SAME, 9, 0, 16, cut).digest for cut in (None, 1, 2)}
+    assert len(digests) == 3
+
+
+def test_frames_of_no_layer_are_refused() -> None:
+    with pytest.raises(ValueError, match="frame_layers must be positive, got 0"):
+        make_manifest(SAME, 9, 0, 16, 0)
 
 
 def test_both_ends_derive_the_same_digest() -> None:
