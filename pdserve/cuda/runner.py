@@ -244,7 +244,7 @@ class CudaRunner:
             self._flying.popleft().wait()
         step = self.launch(plan)
         self._flying.append(step)
-        if self._stages is not None and self.results is not None:
+        if self.results is not None and self._stages is not None and self._stages.is_sampler:
             self.results.put(step)
         return step
 

@@ -114,6 +114,8 @@ class DeviceStages:
         self.is_first = shard.is_first_stage
         self.is_last = shard.is_last_stage
         self.is_leader = shard.part.rank == 0
+        self.is_sampler = shard.is_last_stage and shard.part.tensor_rank == 0
+        """Whether this rank's host tells the leader's what was sampled."""
         self._own = own
         self._behind = behind
         self._failed = device.zeros((1,), torch.int32)

@@ -72,10 +72,7 @@ def follow(
     """
     loaded = load_rank(config, arguments, MonotonicClock(), _say_nothing)
     leader = Leader(arguments.rank_channels[0])
-    results = None
-    if loaded.worker.engine.device == "cuda" and arguments.rank == _sampling_rank(loaded.geometry):
-        results = ResultSender(leader.tell, inbox)
-    runner = loaded.make_runner(None, results)
+    runner = loaded.make_runner(None, ResultSender(leader.tell, inbox))
     decoder = PlanDecoder()
 
     def compute(work: rank_pb2.StepWork) -> None:
@@ -97,13 +94,6 @@ def follow(
         leader.read_into(inbox)
         outbox.send(rank_pb2.FromRank(ready=rank_pb2.RankReady(pid=os.getpid())))
         _obey(follower, inbox)
-
-
-def _sampling_rank(geometry: KvGeometry) -> int | None:
-    """Returns which rank samples on GPUs, if that is not rank 0."""
-    if geometry.pipeline_parallel == 1:
-        return None
-    return geometry.num_ranks - geometry.tensor_parallel
 
 
 def _obey(follower: Follower, inbox: Inbox) -> None:

@@ -119,10 +119,8 @@ def main() -> None:
     config, rank, folder, num_blocks, device, fd = sys.argv[1:]
     worker = worker_config_from_json(config)
     channel = BlockingChannel(socket.socket(fileno=int(fd)))
-    engine = worker.engine
-    runner = make_rank(engine, int(rank), Path(folder), int(num_blocks), device)
-    if int(rank) == engine.tensor_parallel * (engine.pipeline_parallel - 1):
-        runner.results = ResultSender(Leader(channel).tell, Inbox())
+    runner = make_rank(worker.engine, int(rank), Path(folder), int(num_blocks), device)
+    runner.results = ResultSender(Leader(channel).tell, Inbox())
     decoder = PlanDecoder()
     try:
         while True:
