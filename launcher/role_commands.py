@@ -56,6 +56,7 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
             log_level=config.log_level,
+            span_folder=config.span_folder,
             heartbeat_s=config.heartbeat_s,
             registry_lease_s=config.registry_lease_s,
             frozen_after_s=config.frozen_after_s,

@@ -209,6 +209,10 @@ def serve(
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
+    span_folder: Annotated[
+        str | None,
+        typer.Option(hidden=True, help="Where ranks write down the stages of each request."),
+    ] = None,
     prefill_fault: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of FaultConfig.")
     ] = None,
@@ -265,6 +269,7 @@ def serve(
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,
         log_level=log_level or default_log_level(),
+        span_folder=span_folder,
         handoff=_order_transports(
             from_pairs(HandoffConfig, handoff or (), "--handoff"), transports
         ),

@@ -39,6 +39,8 @@ class ClusterConfig:
     drain_timeout_s: float = 60.0
     log_level: LogLevel = "info"
     """Of all children."""
+    span_folder: str | None = None
+    """As of WorkerConfig."""
     heartbeat_s: float = 0.5
     """Workers renew their place in the registry this often."""
     registry_lease_s: float = 3.0

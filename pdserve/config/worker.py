@@ -43,6 +43,9 @@ class HandoffConfig:
     """Deadline of one frame's transfer; a link that misses it is dead for good."""
     connect_timeout_s: float = 5.0
     has_checksums: bool = True
+    joins_late: bool = True
+    """While somebody's KV is on its way, a decode step is launched only shortly before the one in
+    flight ends, so that what lands until then is in it."""
     wire_dtype: WireDtype = "auto"
     """Of the KV on the wire, said by the decode worker; auto: the narrower of both caches'. fp8
     halves the bytes of bfloat16 and rounds: e4m3, a scale for each head of each token."""
@@ -120,6 +123,8 @@ class WorkerConfig:
     stage_silence_s: float = 5.0
     """A stage on another node is lost after so much silence, and the replica with it."""
     log_level: LogLevel = "info"
+    span_folder: str | None = None
+    """Where ranks write down how long each stage of a request takes; None: nowhere."""
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 

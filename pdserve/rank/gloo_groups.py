@@ -4,7 +4,9 @@ The ranks find each other in a `Meeting`: no server, no port. Every wait ends wi
 rank at the latest: its face, or what holds a stage on another node, then kills them all.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -14,12 +16,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, Work
 
 from pdserve.config.shape import RankPart
+from pdserve.layers.parallel import Arriving
 from pdserve.rank.meeting import Meeting
 
 STEP_TIMEOUT_S = 3600.0
 """Longer than any step: whether a rank is dead or frozen is seen elsewhere, and sooner."""
 _ACTIVATIONS_TAG = 1
 _LOGITS_TAG = 2
+_NUM_TAGS = 64
+"""Messages of one kind take turns among so many tags: more than are ever under way."""
 
 
 class _Group(Protocol):
@@ -64,8 +69,44 @@ class GlooTensorGroup:
         return parts
 
 
+@dataclass(slots=True)
+class _Expected:
+    """An `Arriving` of Gloo."""
+
+    tensor: Tensor
+    work: Work
+    _is_here: bool = False
+    """Gloo's work tells it only to whoever waits."""
+
+    @property
+    def is_here(self) -> bool:
+        return self._is_here
+
+    def wait(self) -> Tensor:
+        if not self._is_here:
+            self.work.wait()
+            self._is_here = True
+        return self.tensor
+
+
+class _Turns:
+    """Counts the messages of one kind; both ends count alike."""
+
+    def __init__(self, tag: int) -> None:
+        self._tag = tag
+        self._count = 0
+
+    def next_tag(self) -> int:
+        self._count += 1
+        return self._tag + 2 * (self._count % _NUM_TAGS)
+
+
 class GlooStageLink:
-    """A `StageLink` over Gloo: a tensor rank speaks with those of the same number."""
+    """A `StageLink` over Gloo: a tensor rank speaks with those of the same number.
+
+    Gloo moves a message once its receiver asks for it, on a thread of its own. So a stage goes on
+    to the next step, until as many of its messages as there are stages are under way.
+    """
 
     def __init__(
         self,
@@ -81,26 +122,37 @@ class GlooStageLink:
         self._behind = part.rank + tensor_parallel
         self._last = num_ranks - tensor_parallel
         self._dtype = dtype
+        self._max_sent = num_ranks // tensor_parallel
+        self._sent: deque[Work] = deque()
+        self._received_turns = _Turns(_ACTIVATIONS_TAG)
+        self._sent_turns = _Turns(_ACTIVATIONS_TAG)
+        self._logits_turns = _Turns(_LOGITS_TAG)
 
     def receive(self, num_rows: int, num_columns: int) -> Tensor:
         """Waits for the activations of the stage before."""
         x_MN = torch.empty(num_rows, num_columns, dtype=self._dtype)  # noqa: N806
-        self._group.recv([x_MN], self._before, _ACTIVATIONS_TAG).wait()
+        self._group.recv([x_MN], self._before, self._received_turns.next_tag()).wait()
         return x_MN
 
     def send(self, x_MN: Tensor) -> None:  # noqa: N803
         """Gives activations to the stage behind."""
-        self._group.send([x_MN.contiguous()], self._behind, _ACTIVATIONS_TAG).wait()
+        self._post(x_MN, self._behind, self._sent_turns.next_tag())
 
-    def receive_logits(self, num_rows: int, num_columns: int) -> Tensor:
-        """Waits, on rank 0, for what the last stage computed."""
+    def expect_logits(self, num_rows: int, num_columns: int) -> Arriving:
+        """Returns, on rank 0, what the last stage will have computed."""
         logits = torch.empty(num_rows, num_columns)
-        self._group.recv([logits], self._last, _LOGITS_TAG).wait()
-        return logits
+        tag = self._logits_turns.next_tag()
+        return _Expected(logits, self._group.recv([logits], self._last, tag))
 
     def send_logits(self, logits: Tensor) -> None:
         """Gives logits to rank 0."""
-        self._group.send([logits.contiguous()], 0, _LOGITS_TAG).wait()
+        self._post(logits, 0, self._logits_turns.next_tag())
+
+    def _post(self, x: Tensor, peer: int, tag: int) -> None:
+        while len(self._sent) >= self._max_sent:
+            self._sent.popleft().wait()
+        # The work keeps the tensor.
+        self._sent.append(self._group.send([x.contiguous()], peer, tag))
 
 
 def connect_tensor_group(

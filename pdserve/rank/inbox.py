@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 
 from pdserve.rank.meeting import KeyBook
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
@@ -15,11 +16,15 @@ class ChannelLost:
 class Inbox:
     """Events for the engine thread, in the order they were posted."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_post: Callable[[object], None] | None = None) -> None:
+        """Is empty; `on_post` sees each event as it is posted, on the thread that posts it."""
+        self._on_post = on_post
         self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def post(self, event: object) -> None:
         """Adds an event; callable from any thread, never waits."""
+        if self._on_post is not None:
+            self._on_post(event)
         self._queue.put(event)
 
     def drain(self, timeout_s: float) -> list[object]:
