@@ -22,7 +22,7 @@ from pdserve.cuda.products import Products, max_product_bytes
 from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
-from pdserve.cuda.tensor_ranks import MemoryKind, TensorRanks, connect_tensor_ranks
+from pdserve.cuda.tensor_ranks import MAX_RING_ROWS, MemoryKind, TensorRanks, connect_tensor_ranks
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
@@ -269,11 +269,20 @@ def _connect_ranks(
     first = shard.part.stage * shard.tensor_parallel
     # Room for the activations of the largest step, and for a row of logits at the least.
     num_bytes = max(
-        limits.max_rows * config.hidden_size * TORCH_DTYPES[job.engine.dtype].itemsize,
+        min(limits.max_rows, MAX_RING_ROWS)
+        * config.hidden_size
+        * TORCH_DTYPES[job.engine.dtype].itemsize,
         (config.vocab_size // shard.tensor_parallel + 4) * torch.float32.itemsize,
     )
     members = range(first, first + shard.tensor_parallel)
-    return connect_tensor_ranks(job.exchange, members, num_bytes, device, memory_kind)
+    return connect_tensor_ranks(
+        job.exchange,
+        members,
+        num_bytes,
+        device,
+        memory_kind,
+        is_deterministic=job.engine.deterministic,
+    )
 
 
 def _check(job: LoadJob) -> None:
