@@ -4,9 +4,9 @@ One launch (`choice`) serves greedy rows and rows without filters. Rows with top
 go on to `filters`, a ranking of the most likely tokens, and those that keep more tokens than it can
 rank to `vocabulary_search`.
 
-Where the choice can differ from the CPU's: among equal logits at the edge of a top-k or top-p set
-the lowest ids are kept here, where `topk` on the CPU keeps whichever it finds; and a cumulative
-probability that equals top-p to the last bits may fall on the other side.
+Among equal logits at the edge of a top-k or top-p set the lowest ids are kept, here and on the CPU.
+The choice can differ only where a cumulative probability equals top-p to the last bits and falls on
+the other side.
 
 Letters: R rows, V vocabulary.
 """
