@@ -28,6 +28,10 @@ from pdserve.kernels.sampling_state import (
 )
 from pdserve.kernels.vocabulary_search import search_kernel
 
+SEARCH_BLOCK = 4096
+"""Tokens that a program of the search reads at a time."""
+SEARCH_WARPS = 16
+
 
 def sample_rows(
     logits_RV: Tensor,
@@ -129,10 +133,10 @@ def _launch_filters(
         rows.candidates.stride(0),
         HAS_LOGPROBS=out_logprobs_R is not None,
         SHIFT=shift,
-        BLOCK=4096,
-        NUM_TILES=triton.cdiv(rows.vocab_size, 4096),
+        BLOCK=SEARCH_BLOCK,
+        NUM_TILES=triton.cdiv(rows.vocab_size, SEARCH_BLOCK),
         USE_PDL=use_pdl,
-        **launch_options(16, use_pdl=use_pdl),
+        **launch_options(SEARCH_WARPS, use_pdl=use_pdl),
     )
 
 

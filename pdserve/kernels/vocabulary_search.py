@@ -83,6 +83,7 @@ def limit_tokens(
     ids_ptr,
     vocab_size,
     target,
+    known_amount,
     floor_key,
     last_id,
     greatest_key,
@@ -100,6 +101,8 @@ def limit_tokens(
         ids_ptr: room for `MAX_RANKED` ids.
         vocab_size: tokens.
         target: float64; a count, or with `HAS_MASS` a share below 1.
+        known_amount: float64; count or mass of the whole vocabulary, if all of it is kept so far.
+            Negative if less is kept: then it is measured.
         floor_key: what is kept so far.
         last_id: likewise.
         greatest_key: of the row.
@@ -115,21 +118,27 @@ def limit_tokens(
     """
     low = floor_key - 1
     high = greatest_key
-    count_low, count_high, _, amount, amount_high, _ = measure_tokens(
-        row_ptr,
-        vocab_size,
-        low,
-        high,
-        high,
-        floor_key,
-        last_id,
-        row_max,
-        scale,
-        HAS_MASS,
-        SHIFT,
-        BLOCK,
-        NUM_TILES,
-    )
+    # Nothing lies over the greatest key.
+    count_high = (vocab_size * 0).to(tl.int32)
+    amount_high = target * 0
+    count_low = count_high + vocab_size
+    amount = known_amount
+    if known_amount < 0:
+        count_low, _, _, amount, _, _ = measure_tokens(
+            row_ptr,
+            vocab_size,
+            low,
+            high,
+            high,
+            floor_key,
+            last_id,
+            row_max,
+            scale,
+            HAS_MASS,
+            SHIFT,
+            BLOCK,
+            NUM_TILES,
+        )
     unit = target * 0 + 0.25
     if HAS_MASS:
         target = target * amount
@@ -233,12 +242,14 @@ def search_kernel(
         least_key = greatest_key * 0 - (0x7F800000 >> SHIFT)
         floor_key = least_key
         last_id = top_k * 0 + vocab_size
+        known_mass = tl.load(stats_ptr + row * 3 + 2)
         if (top_k > 0) & (top_k < vocab_size):
             floor_key, last_id = limit_tokens(
                 row_ptr,
                 ids_ptr,
                 vocab_size,
                 top_k.to(tl.float64),
+                top_k.to(tl.float64) * 0 + vocab_size,
                 floor_key,
                 last_id,
                 greatest_key,
@@ -249,7 +260,9 @@ def search_kernel(
                 BLOCK,
                 NUM_TILES,
             )
+            known_mass = top_p * 0 - 1
         if log_min_p > float("-inf"):
+            known_mass = top_p * 0 - 1
             likely_key = limit_to_min_p(
                 row_max, temperature, log_min_p, least_key, greatest_key, SHIFT
             )
@@ -261,6 +274,7 @@ def search_kernel(
                 ids_ptr,
                 vocab_size,
                 top_p,
+                known_mass,
                 floor_key,
                 last_id,
                 greatest_key,
