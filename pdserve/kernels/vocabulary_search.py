@@ -11,7 +11,7 @@ What filters keep is told by a key and an id: tokens over the key, and those at 
 import triton
 import triton.language as tl
 
-from pdserve.kernels.choice import finish_row, load_key
+from pdserve.kernels.choice import finish_row, load_filters, load_key
 from pdserve.kernels.logits import key_value, load_logits, ordered_key
 from pdserve.kernels.noise import MAX_SCALE, NO_ID, race
 from pdserve.kernels.vocabulary_scan import (
@@ -231,11 +231,8 @@ def search_kernel(
         row_ptr = logits_ptr + row * logits_stride
         field_ptr = fields_ptr + row * 8
         ids_ptr = candidates_ptr + row * candidates_stride
-        temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
-        top_p = tl.load(field_ptr + 1).to(tl.float64, bitcast=True)
-        log_min_p = tl.load(field_ptr + 2).to(tl.float64, bitcast=True)
+        temperature, top_p, log_min_p, top_k = load_filters(field_ptr, vocab_size)
         key = load_key(field_ptr)
-        top_k = tl.load(field_ptr + 4)
         row_max = tl.load(stats_ptr + row * 3).to(tl.float32)
         scale = tl.minimum(1.4426950408889634 / temperature, MAX_SCALE).to(tl.float32)
         greatest_key = ordered_key(row_max, SHIFT).to(tl.int64)
@@ -243,7 +240,7 @@ def search_kernel(
         floor_key = least_key
         last_id = top_k * 0 + vocab_size
         known_mass = tl.load(stats_ptr + row * 3 + 2)
-        if (top_k > 0) & (top_k < vocab_size):
+        if top_k < vocab_size:
             floor_key, last_id = limit_tokens(
                 row_ptr,
                 ids_ptr,
