@@ -5,7 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdserve.errors import ConfigError
+
 DEVICE_FOLDER = Path("/dev")
+WSL_DEVICE = "dxg"
+"""All GPUs of a Windows host, which have no files of their own."""
 _DEVICE_FILE = re.compile(r"nvidia(\d+)")
 
 
@@ -33,3 +37,17 @@ def pick_gpu(gpus: Sequence[str], taken: Sequence[str]) -> str | None:
     """
     counts = Counter(taken)
     return min(gpus, key=lambda gpu: counts[gpu], default=None)
+
+
+def check_has_gpu(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> None:
+    """Refuses a machine where `--device cuda` cannot work; what else CUDA lacks, replicas tell.
+
+    Raises:
+        ConfigError: there is no GPU, or none is visible.
+    """
+    if find_gpus(visible, device_folder):
+        return
+    if visible is not None:
+        raise ConfigError("--device cuda needs a GPU, but CUDA_VISIBLE_DEVICES shows none")
+    if not (device_folder / WSL_DEVICE).exists():
+        raise ConfigError("--device cuda needs a GPU, and this machine has none")

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from launcher.gpus import find_gpus, pick_gpu
+from launcher.gpus import check_has_gpu, find_gpus, pick_gpu
 from launcher.model_source import resolve_model
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Member, Scale, plan_size
@@ -131,6 +131,8 @@ class Supervisor:
 
     def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
         config = self._config
+        if config.engine.device == "cuda" and isinstance(self._place, LocalPlace):
+            check_has_gpu(read_visible_gpus())
         check_port_is_free(resolve_host(config.host), self._ports.grpc)
         if not config.no_http:
             check_port_is_free(resolve_host(config.host), self._ports.http)

@@ -292,7 +292,7 @@ def main() -> None:
                 for shape in LLAMA_8B
             },
             use_pdl=True,
-            cache_path=None,
+            cache=None,
             is_deterministic=False,
         )
         print(f"table, {attempt}: {time.monotonic() - begin:.1f} s")

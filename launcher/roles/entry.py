@@ -10,6 +10,7 @@ from pdserve.config.load import from_argv, name_flag, read_environment
 from pdserve.config.router import RouterConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
+from pdserve.line_output import write_line
 from pdserve.request import Role
 
 
@@ -51,4 +52,4 @@ def _refuse(error: ConfigError, config_class: type) -> int:
 
 
 def _write_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    write_line(sys.stderr, line)

@@ -9,6 +9,7 @@ captured to see what one costs.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -54,6 +55,10 @@ class EngineParts:
 class CudaBackend:
     """The `Backend` of a GPU."""
 
+    def __init__(self, cache: Path | None) -> None:
+        """Takes the folder of what is kept from start to start; None keeps nothing."""
+        self._cache = cache
+
     def load(self, job: LoadJob, clock: Clock, report: ReportPhase) -> LoadedParts:
         """Loads weights, captures graphs and allocates KV.
 
@@ -64,7 +69,7 @@ class CudaBackend:
         _check(job)
         device = Device(torch.device("cuda"))
         free_at_start = device.free_bytes()
-        parts = make_parts(job, device, clock, report)
+        parts = make_parts(job, device, clock, report, cache=self._cache)
         num_blocks = _fit_kv(job, parts, free_at_start, clock, report)
         started_s = clock.now()
         kv = KvTensors(job.geometry, num_blocks, job.part, device.torch_device)
@@ -86,7 +91,9 @@ class CudaBackend:
         return LoadedParts(kv=kv, make_runner=give_runner)
 
 
-def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) -> EngineParts:
+def make_parts(
+    job: LoadJob, device: Device, clock: Clock, report: ReportPhase, *, cache: Path | None = None
+) -> EngineParts:
     """Loads weights, chooses products and allocates buffers."""
     started_s = clock.now()
     dtype, engine, config = TORCH_DTYPES[job.engine.dtype], job.engine, job.model
@@ -99,7 +106,7 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
     device.synchronize()
     report("load weights", clock.now() - started_s, f"{engine.dtype} on {device.name}")
     started_s = clock.now()
-    plans = choose_plans(weights, device, is_fixed=engine.deterministic)
+    plans = choose_plans(weights, device, is_fixed=engine.deterministic, cache=cache)
     report("choose products", clock.now() - started_s, plans.summary)
     limits = InputLimits(
         max_rows=max(engine.max_num_batched_tokens, engine.max_num_seqs),
