@@ -25,7 +25,8 @@ from benchmarks.kernels.attention_checks import (
 )
 from benchmarks.kernels.paged import BLOCK_SIZE, PagedKv, make_paged_kv, time_calls
 from benchmarks.kernels.record import Record, show
-from pdserve.kernels.decode_attention import DecodeTuning, make_scratch
+from pdserve.kernels.decode_attention import DecodeTuning
+from pdserve.kernels.decode_scratch import make_scratch
 from pdserve.kernels.dense_attention import dense_attention
 from pdserve.kernels.prefill_attention import PrefillTuning, prefill_attention
 from pdserve.kernels.prefill_attention import make_scratch as make_prefill_scratch

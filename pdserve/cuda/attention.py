@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pdserve.cuda.step_rows import PromptChunk, PromptRows, StepRows
-from pdserve.kernels.decode_attention import DecodeScratch, DecodeTuning, decode_attention
+from pdserve.kernels.decode_attention import DecodeTuning, decode_attention
+from pdserve.kernels.decode_scratch import DecodeScratch
 from pdserve.kernels.dense_attention import (
     BUCKET_TOKENS,
     LEAST_TOKENS,

@@ -1,0 +1,523 @@
+"""Hopper's decode attention: KV streamed through a ring in shared memory, one launch.
+
+Letters as in `pdserve.kernels.decode_attention`; a unit is what one copy brings, 16 to 64 tokens of
+one block. Written in Gluon (Triton's explicit dialect), because of what decides here:
+
+1. The bulk copy engine fills a ring of tiles that runs on over the ends of pieces, so that memory
+   is read while a piece is finished, its queries are fetched or another program is waited for.
+2. KV of earlier steps depends on no kernel of this one: the ring is requested BEFORE
+   `griddepcontrol.wait`, but for tiles that hold the queries' own tokens.
+3. The KV tile is the FIRST operand of the tensor core instruction, so that few rows cost few
+   columns: scores[TILE, ROWS] = K @ Q^T and out[D, ROWS] = V^T @ P.
+4. The last program to finish a piece of a sequence adds all of them up, in their order. A sequence
+   of one piece is written at once.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _measure(lengths, T: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr):
+    """Returns where the oldest query's reach begins, rounded down, and how many units follow."""
+    if WINDOW is None:
+        origin = lengths * 0
+    else:
+        origin = gl.maximum(lengths - (T - 1) - WINDOW, 0) // UNIT * UNIT
+    return origin, gl.cdiv(lengths - origin, UNIT)
+
+
+@gluon.jit
+def _advance(
+    sequence,
+    unit,
+    units,
+    length,
+    origin,
+    left,
+    count,
+    lengths_ptr,
+    T: gl.constexpr,
+    UNIT: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """Goes on by `count` units, to the next sequence that has any if this one is at its end."""
+    unit += count
+    left -= count
+    if (unit == units) & (left > 0):
+        sequence += 1
+        length = gl.load(lengths_ptr + sequence)
+        while length == 0:
+            sequence += 1
+            length = gl.load(lengths_ptr + sequence)
+        unit = unit * 0
+        origin, units = _measure(length, T, UNIT, WINDOW)
+    return sequence, unit, units, length, origin, left
+
+
+@gluon.jit
+def _count(in_sequence, in_share, UNITS: gl.constexpr):
+    """Returns how many units the next tile has; a team without work may be beyond the end."""
+    return gl.maximum(gl.minimum(gl.minimum(UNITS, in_sequence), in_share), 0)
+
+
+@gluon.jit
+def _load_blocks(
+    tables_ptr,
+    table_stride,
+    sequence,
+    token,
+    count,
+    BLOCK_SIZE: gl.constexpr,
+    UNIT: gl.constexpr,
+):
+    """Returns the block ids of up to four units from `token` on."""
+    table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
+    block_0 = gl.load(table_ptr + token // BLOCK_SIZE, mask=count > 0, other=0)
+    block_1 = gl.load(table_ptr + (token + UNIT) // BLOCK_SIZE, mask=count > 1, other=0)
+    block_2 = gl.load(table_ptr + (token + 2 * UNIT) // BLOCK_SIZE, mask=count > 2, other=0)
+    block_3 = gl.load(table_ptr + (token + 3 * UNIT) // BLOCK_SIZE, mask=count > 3, other=0)
+    return block_0, block_1, block_2, block_3
+
+
+@gluon.jit
+def _request(
+    keys_desc,
+    values_desc,
+    keys,
+    values,
+    full,
+    slot,
+    blocks,
+    token,
+    count,
+    is_wanted,
+    column,
+    BLOCK_SIZE: gl.constexpr,
+    UNIT: gl.constexpr,
+    UNITS: gl.constexpr,
+    D: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """Asks for the units of a tile; those that are not there arrive at once, with nothing."""
+    ready = full.index(slot)
+    CHUNKS: gl.constexpr = D // CHUNK
+    unit_bytes: gl.constexpr = 2 * CHUNKS * keys_desc.block_type.nbytes
+    for u in gl.static_range(UNITS):
+        exists = is_wanted & (u < count)
+        row = blocks[u] * BLOCK_SIZE + (token + u * UNIT) % BLOCK_SIZE
+        mbarrier.expect(ready, unit_bytes, pred=exists)
+        mbarrier.arrive(ready, pred=is_wanted & (u >= count))
+        for c in gl.static_range(CHUNKS):
+            place = (slot * CHUNKS + c) * UNITS + u
+            at = [row, column + c * CHUNK]
+            tma.async_copy_global_to_shared(keys_desc, at, ready, keys.index(place), pred=exists)
+            tma.async_copy_global_to_shared(
+                values_desc, at, ready, values.index(place), pred=exists
+            )
+
+
+@gluon.jit
+def _merge(
+    partials_ptr,
+    log_sums_ptr,
+    out_ptr,
+    out_stride,
+    place,
+    num_pieces,
+    sequence,
+    head,
+    GT: gl.constexpr,
+    T: gl.constexpr,
+    D: gl.constexpr,
+    MERGE_ROWS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Adds the pieces of a sequence and KV head up; `place` is the first row of the first."""
+    layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [num_warps, 1], [1, 0])
+    G: gl.constexpr = GT // T
+    AT_ONCE: gl.constexpr = 8
+    rows = gl.arange(0, MERGE_ROWS, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    is_row = rows < GT
+    top = gl.full([MERGE_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+    for first in range(0, num_pieces, AT_ONCE):
+        for i in gl.static_range(AT_ONCE):
+            part = place + (first + i) * GT + rows
+            mask = is_row & (first + i < num_pieces)
+            log_sum = gl.load(
+                log_sums_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg"
+            )
+            top = gl.maximum(top, log_sum)
+    # A row of padding, or a query that sees nothing of these pieces.
+    top = gl.where(top == float("-inf"), 0.0, top)
+    total = gl.zeros([MERGE_ROWS], gl.float32, gl.SliceLayout(1, layout))
+    acc = gl.zeros([MERGE_ROWS, D], gl.float32, layout)
+    for first in range(0, num_pieces, AT_ONCE):
+        for i in gl.static_range(AT_ONCE):
+            part = place + (first + i) * GT + rows
+            mask = is_row & (first + i < num_pieces)
+            log_sum = gl.load(
+                log_sums_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg"
+            )
+            values = gl.load(
+                partials_ptr + part[:, None] * D + offs_d[None, :],
+                mask=mask[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            weight = gl.exp2(log_sum - top)
+            total += weight
+            acc += values * weight[:, None]
+    out = acc / gl.where(total > 0.0, total, 1.0)[:, None]
+    index = (sequence * T + rows // G).to(gl.int64) * out_stride + (head * G + rows % G) * D
+    gl.store(
+        out_ptr + index[:, None] + offs_d[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None],
+    )
+
+
+@gluon.jit
+def _find_share(
+    lengths_ptr,
+    batch,
+    team,
+    num_teams,
+    least_units,
+    max_splits,
+    T: gl.constexpr,
+    UNIT: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BATCH_PAD: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Returns a share's size, the team's first and how many units, sequence and unit in it.
+
+    As `pdserve.kernels.decode_shares` has it, in units.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    offs_b = gl.arange(0, BATCH_PAD, layout)
+    lengths = gl.load(lengths_ptr + offs_b, mask=offs_b < batch, other=0)
+    _, units = _measure(lengths, T, UNIT, WINDOW)
+    ends = gl.associative_scan(units, 0, _add)
+    total = gl.max(ends, 0)
+    share = gl.maximum(gl.cdiv(total, num_teams), gl.cdiv(gl.max(units, 0), max_splits - 1))
+    share = gl.maximum(share, least_units)
+    place = team * share
+    left = gl.maximum(gl.minimum(share, total - place), 0)
+    sequence = gl.sum((ends <= place).to(gl.int32), 0)
+    unit = place - gl.max(gl.where(offs_b < sequence, ends, 0), 0)
+    return share, place, left, sequence, unit
+
+
+@gluon.jit
+def _consume(
+    q_ptr, lengths_ptr, out_ptr, partials_ptr, log_sums_ptr, arrivals_ptr,
+    q_stride, out_stride, max_splits, scale, key_tiles, value_tiles, queries, weights, full, empty,
+    team, head, share, place, sequence, unit, units, length, origin, left,
+    J: gl.constexpr, GT: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
+    MERGE_ROWS: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, USE_PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    if USE_PDL:
+        gdc_wait()
+    G: gl.constexpr = GT // T
+    dtype: gl.constexpr = key_tiles.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 16]
+    )
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
+    v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    q_rows = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
+    q_offs_d = gl.arange(0, D, gl.SliceLayout(0, q_layout))
+    v_tokens = gl.arange(0, TILE, gl.SliceLayout(1, v_layout))
+    tokens = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    offs_d = gl.arange(0, D, gl.SliceLayout(1, layout))
+    slot = 0
+    phase = 0
+    while left > 0:
+        num_units = gl.minimum(units - unit, left)
+        begin = place - unit
+        piece = team - begin // share
+        num_pieces = (begin + units - 1) // share - begin // share + 1
+        q_index = (sequence * T + q_rows // G).to(gl.int64) * q_stride
+        q = gl.load(
+            q_ptr + (q_index + (head * G + q_rows % G) * D)[:, None] + q_offs_d[None, :],
+            mask=(q_rows < GT)[:, None],
+            other=0.0,
+        )
+        queries.store(q)
+        fence_async_shared()
+        limits = length - (T - 1) + rows // G
+        top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+        totals = gl.zeros([TILE, ROWS], gl.float32, layout)
+        acc = gl.zeros([D, ROWS], gl.float32, layout)
+        first = origin + unit * UNIT
+        end = gl.minimum(first + num_units * UNIT, length)
+        for token in range(first, end, TILE):
+            mbarrier.wait(full.index(slot), phase)
+            scores = warpgroup_mma(
+                key_tiles.index(slot),
+                queries.permute((1, 0)),
+                gl.zeros([TILE, ROWS], gl.float32, layout),
+                use_acc=False,
+            )
+            scores *= scale
+            if SOFT_CAP is not None:
+                # tanh(x) = 1 - 2 / (e^2x + 1), right for any x.
+                grown = gl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP))
+                scores = SOFT_CAP - 2.0 * SOFT_CAP / (grown + 1.0)
+            is_seen = (token + tokens < end)[:, None] & (rows < ROWS)[None, :]
+            if T > 1:
+                is_seen &= (token + tokens)[:, None] < limits[None, :]
+            if WINDOW is not None:
+                is_seen &= (token + tokens)[:, None] >= limits[None, :] - WINDOW
+            scores = gl.where(is_seen, scores, float("-inf"))
+            new_top = gl.maximum(top, gl.max(scores, 0))
+            base = new_top
+            if T > 1 or WINDOW is not None:
+                # A row may see nothing of a tile: -inf less -inf is no number.
+                base = gl.where(new_top == float("-inf"), 0.0, new_top)
+            p = gl.exp2(scores - base[None, :])
+            shrink = gl.exp2(top - base)
+            totals = totals * shrink[None, :] + p
+            top = new_top
+            weights.permute((1, 0)).store(p.to(dtype))
+            if end - token < TILE:
+                # What lies behind may be no number, which no weight of 0 hides.
+                v = value_tiles.index(slot).load(v_layout)
+                is_there = (token + v_tokens < end)[:, None]
+                value_tiles.index(slot).store(gl.where(is_there, v, 0.0).to(dtype))
+            fence_async_shared()
+            acc = warpgroup_mma(
+                value_tiles.index(slot).permute((1, 0)),
+                weights.permute((1, 0)),
+                acc * shrink[None, :],
+            )
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(slot))
+            slot += 1
+            if slot == NUM_STAGES:
+                slot = 0
+                phase ^= 1
+
+        total = gl.sum(totals, 0)
+        total = gl.where(total > 0.0, total, 1.0)
+        out = acc / total[None, :]
+        is_row = rows < GT
+        if num_pieces == 1:
+            index = (sequence * T + rows // G).to(gl.int64) * out_stride
+            gl.store(
+                out_ptr + (index + (head * G + rows % G) * D)[None, :] + offs_d[:, None],
+                out.to(out_ptr.dtype.element_ty),
+                mask=is_row[None, :] & (offs_d < D)[:, None],
+            )
+        else:
+            whole = (sequence * J + head).to(gl.int64) * max_splits * GT
+            part = whole + piece * GT + rows
+            gl.store(
+                partials_ptr + part[None, :] * D + offs_d[:, None],
+                out,
+                mask=is_row[None, :] & (offs_d < D)[:, None],
+            )
+            gl.store(log_sums_ptr + part, top + gl.log2(total), mask=is_row)
+            # All threads' stores come before the one that counts, and before who reads the count.
+            gl.thread_barrier()
+            arrival_ptr = arrivals_ptr + sequence * J + head
+            arrived = gl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_pieces - 1:
+                gl.thread_barrier()
+                _merge(
+                    partials_ptr, log_sums_ptr, out_ptr, out_stride, whole, num_pieces, sequence,
+                    head, GT, T, D, MERGE_ROWS, num_warps,
+                )  # fmt: skip
+                gl.store(arrival_ptr, 0)
+        place += num_units
+        sequence, unit, units, length, origin, left = _advance(
+            sequence, unit, units, length, origin, left, num_units,
+            lengths_ptr, T, UNIT, WINDOW,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _fill(
+    keys_desc, values_desc, tables_ptr, lengths_ptr, table_stride, keys, values,
+    full, empty, column, sequence, unit, units, length, origin, left,
+    T: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr,
+    UNITS: gl.constexpr, NUM_STAGES: gl.constexpr, CHUNK: gl.constexpr, WINDOW: gl.constexpr,
+    USE_PDL: gl.constexpr,
+):  # fmt: skip
+    r_sequence, r_unit, r_units, r_length, r_origin, r_left = (
+        sequence, unit, units, length, origin, left,
+    )  # fmt: skip
+    for stage in range(NUM_STAGES):
+        count = _count(r_units - r_unit, r_left, UNITS)
+        token = r_origin + r_unit * UNIT
+        is_wanted = count > 0
+        if USE_PDL:
+            is_wanted &= gl.minimum(token + count * UNIT, r_length) <= r_length - T
+        blocks = _load_blocks(tables_ptr, table_stride, r_sequence, token, count, BLOCK_SIZE, UNIT)
+        _request(
+            keys_desc, values_desc, keys, values, full, stage, blocks, token, count, is_wanted,
+            column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
+        )  # fmt: skip
+        r_sequence, r_unit, r_units, r_length, r_origin, r_left = _advance(
+            r_sequence, r_unit, r_units, r_length, r_origin, r_left, count,
+            lengths_ptr, T, UNIT, WINDOW,
+        )  # fmt: skip
+    if USE_PDL:
+        gdc_wait()
+        r_sequence, r_unit, r_units, r_length, r_origin, r_left = (
+            sequence, unit, units, length, origin, left,
+        )  # fmt: skip
+        for stage in range(NUM_STAGES):
+            count = _count(r_units - r_unit, r_left, UNITS)
+            token = r_origin + r_unit * UNIT
+            is_new = gl.minimum(token + count * UNIT, r_length) > r_length - T
+            blocks = _load_blocks(
+                tables_ptr, table_stride, r_sequence, token, count, BLOCK_SIZE, UNIT
+            )
+            _request(
+                keys_desc, values_desc, keys, values, full, stage, blocks, token, count,
+                is_new & (count > 0), column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
+            )  # fmt: skip
+            r_sequence, r_unit, r_units, r_length, r_origin, r_left = _advance(
+                r_sequence, r_unit, r_units, r_length, r_origin, r_left, count,
+                lengths_ptr, T, UNIT, WINDOW,
+            )  # fmt: skip
+
+    slot = 0
+    phase = 0
+    while r_left > 0:
+        count = _count(r_units - r_unit, r_left, UNITS)
+        token = r_origin + r_unit * UNIT
+        blocks = _load_blocks(tables_ptr, table_stride, r_sequence, token, count, BLOCK_SIZE, UNIT)
+        mbarrier.wait(empty.index(slot), phase)
+        _request(
+            keys_desc, values_desc, keys, values, full, slot, blocks, token, count, count > 0,
+            column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
+        )  # fmt: skip
+        r_sequence, r_unit, r_units, r_length, r_origin, r_left = _advance(
+            r_sequence, r_unit, r_units, r_length, r_origin, r_left, count,
+            lengths_ptr, T, UNIT, WINDOW,
+        )  # fmt: skip
+        slot += 1
+        if slot == NUM_STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit(do_not_specialize=["table_stride", "batch", "least_units", "max_splits"])
+def specialised_decode_kernel(
+    keys_desc,
+    values_desc,
+    q_ptr,
+    tables_ptr,
+    lengths_ptr,
+    out_ptr,
+    partials_ptr,
+    log_sums_ptr,
+    arrivals_ptr,
+    q_stride,
+    table_stride,
+    out_stride,
+    batch,
+    least_units,
+    max_splits,
+    scale,
+    J: gl.constexpr,
+    GT: gl.constexpr,
+    T: gl.constexpr,
+    D: gl.constexpr,
+    ROWS: gl.constexpr,
+    MERGE_ROWS: gl.constexpr,
+    BATCH_PAD: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    UNIT: gl.constexpr,
+    TILE: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    USE_PDL: gl.constexpr,
+    WORKER_REGS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Computes one program's pieces."""
+    if USE_PDL:
+        gdc_launch_dependents()
+    UNITS: gl.constexpr = TILE // UNIT
+    CHUNK: gl.constexpr = 64
+    dtype: gl.constexpr = keys_desc.dtype
+    team = gl.program_id(0) // J
+    head = gl.program_id(0) % J
+    column = head * D
+
+    ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    places: gl.constexpr = NUM_STAGES * (D // CHUNK) * UNITS
+    keys = gl.allocate_shared_memory(dtype, [places, UNIT, CHUNK], ring)
+    values = gl.allocate_shared_memory(dtype, [places, UNIT, CHUNK], ring)
+    key_tiles = keys._reinterpret(dtype, [NUM_STAGES, TILE, D], ring)
+    value_tiles = values._reinterpret(dtype, [NUM_STAGES, TILE, D], ring)
+    queries = gl.allocate_shared_memory(dtype, [ROWS, D], ring)
+    weights = gl.allocate_shared_memory(dtype, [ROWS, TILE], ring)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(stage), count=UNITS)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+
+    share, place, left, sequence, unit = _find_share(
+        lengths_ptr,
+        batch,
+        team,
+        gl.num_programs(0) // J,
+        least_units,
+        max_splits,
+        T,
+        UNIT,
+        WINDOW,
+        BATCH_PAD,
+        num_warps,
+    )
+    length = gl.load(lengths_ptr + sequence, mask=left > 0, other=0)
+    origin, units = _measure(length, T, UNIT, WINDOW)
+
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    q_ptr, lengths_ptr, out_ptr, partials_ptr, log_sums_ptr, arrivals_ptr,
+                    q_stride, out_stride, max_splits, scale, key_tiles, value_tiles, queries,
+                    weights, full, empty, team, head, share, place, sequence, unit, units, length,
+                    origin, left, J, GT, T, D, ROWS, MERGE_ROWS, UNIT, TILE, NUM_STAGES, WINDOW,
+                    SOFT_CAP, USE_PDL, num_warps,
+                ),
+            ),
+            (
+                _fill,
+                (
+                    keys_desc, values_desc, tables_ptr, lengths_ptr, table_stride, keys, values,
+                    full, empty, column, sequence, unit, units, length, origin, left,
+                    T, D, BLOCK_SIZE, UNIT, UNITS, NUM_STAGES, CHUNK, WINDOW, USE_PDL,
+                ),
+            ),
+        ],
+        [1],
+        [WORKER_REGS],
+    )  # fmt: skip
