@@ -115,10 +115,13 @@ def check(record: Record, names: list[str]) -> None:
     """Compares with float64."""
     for name in names:
         jobs = make_decode_checks(name)
-        # Most of this is compilation, which runs beside the others'.
+        # Most of this is compilation, which runs beside the others'; a capture bears no company.
+        together = [key for key in jobs if key != "rotated"]
         with ThreadPoolExecutor(12) as pool:
-            errors = pool.map(lambda key: record.run(name, key, jobs[key]), jobs)  # noqa: B023
-        print(f"{name}:", *(f"[{key} {show(e, 5)}]" for key, e in zip(jobs, errors, strict=True)))
+            errors = list(pool.map(lambda key: record.run(name, key, jobs[key]), together))  # noqa: B023
+        errors.append(record.run(name, "rotated", jobs["rotated"]))
+        cells = zip([*together, "rotated"], errors, strict=True)
+        print(f"{name}:", *(f"[{key} {show(error, 5)}]" for key, error in cells), flush=True)
 
 
 def tabulate(record: Record, names: list[str], ways: tuple[str, ...]) -> None:
