@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pdserve.kernels.decode_scratch import DecodeScratch
-from pdserve.kernels.specialised_decode import specialised_decode_kernel
 from pdserve.kernels.streamed_decode import streamed_decode_kernel
 
 LOG2_E = 1.4426950408889634
@@ -25,6 +24,18 @@ MAX_ROWS = 32
 MAX_SPLITS = 128
 SHARED_BYTES = 224 * 1024
 """Of a multiprocessor, for all its programs."""
+NUM_WARPS = 4
+"""That attend: one warpgroup."""
+NUM_THREADS = 256
+"""With those of the warp that fills the ring, which come as a warpgroup too."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
+MAX_REGISTERS = 248
+FILLING_REGISTERS = 40
+EVEN_SPLITS = 16
+"""Of many pieces, so many are merged at once."""
+LEAST_PROGRAMS = 0.9
+"""Of all that would run, for the sake of even cuts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +47,6 @@ class StreamTuning:
     """Tiles in shared memory, or as many as fit."""
     least_units: int = 4
     """Shares are no smaller."""
-    is_specialised: bool = True
 
 
 def can_stream(q_MHD: Tensor, keys_SJD: Tensor, block_size: int, queries_per_sequence: int) -> bool:
@@ -53,6 +63,21 @@ def can_stream(q_MHD: Tensor, keys_SJD: Tensor, block_size: int, queries_per_seq
         and block_size & (block_size - 1) == 0
         and keys_SJD.stride(0) % 8 == 0
     )
+
+
+def count_teams(most_teams: int, batch: int, max_splits: int) -> int:
+    """Returns how many teams share the KV of a batch.
+
+    A few less than there could be, if sequences of equal length are then cut in equal parts, or not
+    at all: what is not cut needs no merging.
+    """
+    if batch >= most_teams:
+        even = triton.cdiv(batch, triton.cdiv(batch, most_teams))
+    else:
+        splits = min(most_teams // batch, max_splits)
+        even = batch * (splits // EVEN_SPLITS * EVEN_SPLITS if splits > EVEN_SPLITS else splits)
+    most_teams = min(most_teams, batch * max_splits)
+    return even if even >= LEAST_PROGRAMS * most_teams else most_teams
 
 
 def stream_attention(
@@ -86,6 +111,7 @@ def stream_attention(
     room = (SHARED_BYTES // programs_per_sm - row_bytes) // stage_bytes
     num_sms = torch.cuda.get_device_properties(q_MHD.device).multi_processor_count
     most_teams = max(1, num_sms * programs_per_sm // num_kv_heads)
+    num_teams = count_teams(most_teams, batch, max_splits)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     keys, values = (
         TensorDescriptor(
@@ -97,11 +123,7 @@ def stream_attention(
         )
         for part in (keys_SJD, values_SJD)
     )
-    kernel = specialised_decode_kernel if tuning.is_specialised else streamed_decode_kernel
-    more: dict[str, int] = {}
-    if tuning.is_specialised:
-        more = {"WORKER_REGS": 40, "maxnreg": 128 if programs_per_sm > 1 else 248}
-    kernel[(min(most_teams, batch * max_splits) * num_kv_heads,)](
+    streamed_decode_kernel[(num_teams * num_kv_heads,)](
         keys,
         values,
         q_MHD,
@@ -132,7 +154,8 @@ def stream_attention(
         WINDOW=window,
         SOFT_CAP=None if soft_cap is None else soft_cap * LOG2_E,
         USE_PDL=use_pdl,
-        num_warps=4,
+        num_warps=NUM_WARPS,
         launch_pdl=use_pdl,
-        **more,
+        WORKER_REGS=FILLING_REGISTERS,
+        maxnreg=min(MAX_REGISTERS, REGISTERS // (programs_per_sm * NUM_THREADS) // 8 * 8),
     )

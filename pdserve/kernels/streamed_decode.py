@@ -3,8 +3,8 @@
 Letters as in `pdserve.kernels.decode_attention`; a unit is what one copy brings, 16 to 64 tokens of
 one block. Written in Gluon (Triton's explicit dialect), because of what decides here:
 
-1. The bulk copy engine fills a ring of tiles that runs on over the ends of pieces, so that memory
-   is read while a piece is finished, its queries are fetched or another program is waited for.
+1. A warp of its own asks the bulk copy engine to fill a ring of tiles, which runs on over the ends
+   of pieces: memory is read while a piece is finished or its queries are fetched.
 2. KV of earlier steps depends on no kernel of this one: the ring is requested BEFORE
    `griddepcontrol.wait`, but for tiles that hold the queries' own tokens.
 3. The KV tile is the FIRST operand of the tensor core instruction, so that few rows cost few
@@ -22,6 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MERGE_SUMS = gl.constexpr(8192)
+"""Of pieces that are loaded together."""
 
 
 @gluon.jit
@@ -146,47 +149,49 @@ def _merge(
     num_warps: gl.constexpr,
 ):
     """Adds the pieces of a sequence and KV head up; `place` is the first row of the first."""
-    layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [num_warps, 1], [1, 0])
+    # As many at once as a thread has registers for: each round waits for memory.
+    AT_ONCE: gl.constexpr = MERGE_SUMS // (max(num_warps, MERGE_ROWS) * D)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [AT_ONCE, 1, D // 32], [1, 1, 32], [1, num_warps, 1], [2, 1, 0]
+    )
+    rows_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     G: gl.constexpr = GT // T
-    AT_ONCE: gl.constexpr = 8
-    rows = gl.arange(0, MERGE_ROWS, gl.SliceLayout(1, layout))
-    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    is_row = rows < GT
-    top = gl.full([MERGE_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+    pieces = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    rows = gl.arange(0, MERGE_ROWS, rows_layout)
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    top = gl.full([MERGE_ROWS], float("-inf"), gl.float32, rows_layout)
+    total = gl.zeros([MERGE_ROWS], gl.float32, rows_layout)
+    acc = gl.zeros([MERGE_ROWS, D], gl.float32, gl.SliceLayout(0, layout))
     for first in range(0, num_pieces, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            part = place + (first + i) * GT + rows
-            mask = is_row & (first + i < num_pieces)
-            log_sum = gl.load(
-                log_sums_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg"
-            )
-            top = gl.maximum(top, log_sum)
-    # A row of padding, or a query that sees nothing of these pieces.
-    top = gl.where(top == float("-inf"), 0.0, top)
-    total = gl.zeros([MERGE_ROWS], gl.float32, gl.SliceLayout(1, layout))
-    acc = gl.zeros([MERGE_ROWS, D], gl.float32, layout)
-    for first in range(0, num_pieces, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            part = place + (first + i) * GT + rows
-            mask = is_row & (first + i < num_pieces)
-            log_sum = gl.load(
-                log_sums_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg"
-            )
-            values = gl.load(
-                partials_ptr + part[:, None] * D + offs_d[None, :],
-                mask=mask[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            weight = gl.exp2(log_sum - top)
-            total += weight
-            acc += values * weight[:, None]
+        part = place + (first + pieces)[:, None] * GT + rows[None, :]
+        exists = (first + pieces < num_pieces)[:, None] & (rows < GT)[None, :]
+        log_sums = gl.load(
+            log_sums_ptr + part, mask=exists, other=float("-inf"), cache_modifier=".cg"
+        )
+        values = gl.load(
+            partials_ptr + gl.expand_dims(part, 2) * D + offs_d[None, None, :],
+            mask=gl.expand_dims(exists, 2) & (offs_d < D)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = gl.maximum(top, gl.max(log_sums, 0))
+        # A row of padding, or a query that sees nothing of these pieces.
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = gl.exp2(log_sums - base[None, :])
+        shrink = gl.exp2(top - base)
+        total = total * shrink + gl.sum(weights, 0)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
+        acc = acc * shrink[:, None] + gl.sum(values * gl.expand_dims(weights, 2), 0)
+        top = new_top
+    total = gl.convert_layout(total, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
     out = acc / gl.where(total > 0.0, total, 1.0)[:, None]
-    index = (sequence * T + rows // G).to(gl.int64) * out_stride + (head * G + rows % G) * D
+    o_rows = gl.arange(0, MERGE_ROWS, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
+    o_offs_d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    index = (sequence * T + o_rows // G).to(gl.int64) * out_stride + (head * G + o_rows % G) * D
     gl.store(
-        out_ptr + index[:, None] + offs_d[None, :],
+        out_ptr + index[:, None] + o_offs_d[None, :],
         out.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None],
+        mask=(o_rows < GT)[:, None] & (o_offs_d < D)[None, :],
     )
 
 
@@ -204,7 +209,7 @@ def _find_share(
     BATCH_PAD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Returns a share's size, the team's first and how many units, sequence and unit in it.
+    """Returns a share's size, where the team's begins, and the place there as `_advance` does.
 
     As `pdserve.kernels.decode_shares` has it, in units.
     """
@@ -220,122 +225,30 @@ def _find_share(
     left = gl.maximum(gl.minimum(share, total - place), 0)
     sequence = gl.sum((ends <= place).to(gl.int32), 0)
     unit = place - gl.max(gl.where(offs_b < sequence, ends, 0), 0)
-    return share, place, left, sequence, unit
-
-
-@gluon.jit(do_not_specialize=["table_stride", "batch", "least_units", "max_splits"])
-def streamed_decode_kernel(
-    keys_desc,
-    values_desc,
-    q_ptr,
-    tables_ptr,
-    lengths_ptr,
-    out_ptr,
-    partials_ptr,
-    log_sums_ptr,
-    arrivals_ptr,
-    q_stride,
-    table_stride,
-    out_stride,
-    batch,
-    least_units,
-    max_splits,
-    scale,
-    J: gl.constexpr,
-    GT: gl.constexpr,
-    T: gl.constexpr,
-    D: gl.constexpr,
-    ROWS: gl.constexpr,
-    MERGE_ROWS: gl.constexpr,
-    BATCH_PAD: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    UNIT: gl.constexpr,
-    TILE: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr,
-    USE_PDL: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Computes one program's pieces."""
-    if USE_PDL:
-        gdc_launch_dependents()
-    G: gl.constexpr = GT // T
-    UNITS: gl.constexpr = TILE // UNIT
-    CHUNK: gl.constexpr = 64
-    dtype: gl.constexpr = keys_desc.dtype
-    team = gl.program_id(0) // J
-    head = gl.program_id(0) % J
-    column = head * D
-
-    ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    places: gl.constexpr = NUM_STAGES * (D // CHUNK) * UNITS
-    keys = gl.allocate_shared_memory(dtype, [places, UNIT, CHUNK], ring)
-    values = gl.allocate_shared_memory(dtype, [places, UNIT, CHUNK], ring)
-    key_tiles = keys._reinterpret(dtype, [NUM_STAGES, TILE, D], ring)
-    value_tiles = values._reinterpret(dtype, [NUM_STAGES, TILE, D], ring)
-    queries = gl.allocate_shared_memory(dtype, [ROWS, D], ring)
-    weights = gl.allocate_shared_memory(dtype, [ROWS, TILE], ring)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(stage), count=UNITS)
-    fence_async_shared()
-
-    share, place, left, sequence, unit = _find_share(
-        lengths_ptr,
-        batch,
-        team,
-        gl.num_programs(0) // J,
-        least_units,
-        max_splits,
-        T,
-        UNIT,
-        WINDOW,
-        BATCH_PAD,
-        num_warps,
-    )
     length = gl.load(lengths_ptr + sequence, mask=left > 0, other=0)
     origin, units = _measure(length, T, UNIT, WINDOW)
+    return share, place, sequence, unit, units, length, origin, left
 
-    r_sequence, r_unit, r_units, r_length, r_origin, r_left = (
-        sequence, unit, units, length, origin, left,
+
+@gluon.jit
+def _consume(
+    q_ptr, lengths_ptr, out_ptr, partials_ptr, log_sums_ptr, arrivals_ptr,
+    q_stride, out_stride, max_splits, scale, key_tiles, value_tiles, queries, weights, full, empty,
+    batch, team, num_teams, least_units, head,
+    J: gl.constexpr, GT: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
+    MERGE_ROWS: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr,
+    BATCH_PAD: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, USE_PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Attends to tile after tile of the ring."""
+    share, place, sequence, unit, units, length, origin, left = _find_share(
+        lengths_ptr, batch, team, num_teams, least_units, max_splits, T, UNIT, WINDOW, BATCH_PAD,
+        num_warps,
     )  # fmt: skip
-    for stage in range(NUM_STAGES):
-        count = _count(r_units - r_unit, r_left, UNITS)
-        token = r_origin + r_unit * UNIT
-        is_wanted = count > 0
-        if USE_PDL:
-            is_wanted &= gl.minimum(token + count * UNIT, r_length) <= r_length - T
-        blocks = _load_blocks(tables_ptr, table_stride, r_sequence, token, count, BLOCK_SIZE, UNIT)
-        _request(
-            keys_desc, values_desc, keys, values, full, stage, blocks, token, count, is_wanted,
-            column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
-        )  # fmt: skip
-        r_sequence, r_unit, r_units, r_length, r_origin, r_left = _advance(
-            r_sequence, r_unit, r_units, r_length, r_origin, r_left, count,
-            lengths_ptr, T, UNIT, WINDOW,
-        )  # fmt: skip
     if USE_PDL:
         gdc_wait()
-        r_sequence, r_unit, r_units, r_length, r_origin, r_left = (
-            sequence, unit, units, length, origin, left,
-        )  # fmt: skip
-        for stage in range(NUM_STAGES):
-            count = _count(r_units - r_unit, r_left, UNITS)
-            token = r_origin + r_unit * UNIT
-            is_new = gl.minimum(token + count * UNIT, r_length) > r_length - T
-            blocks = _load_blocks(
-                tables_ptr, table_stride, r_sequence, token, count, BLOCK_SIZE, UNIT
-            )
-            _request(
-                keys_desc, values_desc, keys, values, full, stage, blocks, token, count,
-                is_new & (count > 0), column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
-            )  # fmt: skip
-            r_sequence, r_unit, r_units, r_length, r_origin, r_left = _advance(
-                r_sequence, r_unit, r_units, r_length, r_origin, r_left, count,
-                lengths_ptr, T, UNIT, WINDOW,
-            )  # fmt: skip
-
+    G: gl.constexpr = GT // T
+    dtype: gl.constexpr = key_tiles.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 16]
     )
@@ -369,12 +282,6 @@ def streamed_decode_kernel(
         first = origin + unit * UNIT
         end = gl.minimum(first + num_units * UNIT, length)
         for token in range(first, end, TILE):
-            # Block ids of the tile that will take this one's place.
-            r_count = _count(r_units - r_unit, r_left, UNITS)
-            r_token = r_origin + r_unit * UNIT
-            blocks = _load_blocks(
-                tables_ptr, table_stride, r_sequence, r_token, r_count, BLOCK_SIZE, UNIT
-            )
             mbarrier.wait(full.index(slot), phase)
             scores = warpgroup_mma(
                 key_tiles.index(slot),
@@ -414,14 +321,8 @@ def streamed_decode_kernel(
                 weights.permute((1, 0)),
                 acc * shrink[None, :],
             )
-            _request(
-                keys_desc, values_desc, keys, values, full, slot, blocks, r_token, r_count,
-                r_count > 0, column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
-            )  # fmt: skip
-            r_sequence, r_unit, r_units, r_length, r_origin, r_left = _advance(
-                r_sequence, r_unit, r_units, r_length, r_origin, r_left, r_count,
-                lengths_ptr, T, UNIT, WINDOW,
-            )  # fmt: skip
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(slot))
             slot += 1
             if slot == NUM_STAGES:
                 slot = 0
@@ -463,3 +364,169 @@ def streamed_decode_kernel(
             sequence, unit, units, length, origin, left, num_units,
             lengths_ptr, T, UNIT, WINDOW,
         )  # fmt: skip
+
+
+@gluon.jit
+def _fill(
+    keys_desc, values_desc, tables_ptr, lengths_ptr, table_stride, keys, values,
+    full, empty, batch, team, num_teams, least_units, max_splits, column,
+    T: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr,
+    UNITS: gl.constexpr, NUM_STAGES: gl.constexpr, CHUNK: gl.constexpr, BATCH_PAD: gl.constexpr,
+    WINDOW: gl.constexpr, USE_PDL: gl.constexpr,
+):  # fmt: skip
+    """Fills the ring; one warp, so that nothing here waits for others."""
+    _, _, sequence, unit, units, length, origin, left = _find_share(
+        lengths_ptr, batch, team, num_teams, least_units, max_splits, T, UNIT, WINDOW, BATCH_PAD,
+        1,
+    )  # fmt: skip
+    first_sequence, first_unit, first_units, first_length, first_origin, first_left = (
+        sequence, unit, units, length, origin, left,
+    )  # fmt: skip
+    count = _count(units - unit, left, UNITS)
+    token = origin + unit * UNIT
+    blocks = _load_blocks(tables_ptr, table_stride, sequence, token, count, BLOCK_SIZE, UNIT)
+    num_late = 0
+    for stage in range(NUM_STAGES):
+        is_wanted = count > 0
+        if USE_PDL:
+            is_late = gl.minimum(token + count * UNIT, length) > length - T
+            num_late += (is_wanted & is_late).to(gl.int32)
+            is_wanted &= gl.minimum(token + count * UNIT, length) <= length - T
+        sequence, unit, units, length, origin, left = _advance(
+            sequence, unit, units, length, origin, left, count, lengths_ptr, T, UNIT, WINDOW
+        )
+        next_count = _count(units - unit, left, UNITS)
+        next_token = origin + unit * UNIT
+        # Ids of the next tile are on their way while this one is asked for.
+        next_blocks = _load_blocks(
+            tables_ptr, table_stride, sequence, next_token, next_count, BLOCK_SIZE, UNIT
+        )
+        _request(
+            keys_desc, values_desc, keys, values, full, stage, blocks, token, count, is_wanted,
+            column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
+        )  # fmt: skip
+        count, token, blocks = next_count, next_token, next_blocks
+    if USE_PDL:
+        gdc_wait()
+        if num_late > 0:
+            l_sequence, l_unit, l_units, l_length, l_origin, l_left = (
+                first_sequence, first_unit, first_units, first_length, first_origin, first_left,
+            )  # fmt: skip
+            for stage in range(NUM_STAGES):
+                l_count = _count(l_units - l_unit, l_left, UNITS)
+                l_token = l_origin + l_unit * UNIT
+                is_late = gl.minimum(l_token + l_count * UNIT, l_length) > l_length - T
+                l_blocks = _load_blocks(
+                    tables_ptr, table_stride, l_sequence, l_token, l_count, BLOCK_SIZE, UNIT
+                )
+                _request(
+                    keys_desc, values_desc, keys, values, full, stage, l_blocks, l_token, l_count,
+                    is_late & (l_count > 0), column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
+                )  # fmt: skip
+                l_sequence, l_unit, l_units, l_length, l_origin, l_left = _advance(
+                    l_sequence, l_unit, l_units, l_length, l_origin, l_left, l_count,
+                    lengths_ptr, T, UNIT, WINDOW,
+                )  # fmt: skip
+    slot = 0
+    phase = 0
+    while count > 0:
+        mbarrier.wait(empty.index(slot), phase)
+        _request(
+            keys_desc, values_desc, keys, values, full, slot, blocks, token, count, count > 0,
+            column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
+        )  # fmt: skip
+        sequence, unit, units, length, origin, left = _advance(
+            sequence, unit, units, length, origin, left, count, lengths_ptr, T, UNIT, WINDOW
+        )
+        count = _count(units - unit, left, UNITS)
+        token = origin + unit * UNIT
+        blocks = _load_blocks(tables_ptr, table_stride, sequence, token, count, BLOCK_SIZE, UNIT)
+        slot += 1
+        if slot == NUM_STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit(do_not_specialize=["table_stride", "batch", "least_units", "max_splits"])
+def streamed_decode_kernel(
+    keys_desc,
+    values_desc,
+    q_ptr,
+    tables_ptr,
+    lengths_ptr,
+    out_ptr,
+    partials_ptr,
+    log_sums_ptr,
+    arrivals_ptr,
+    q_stride,
+    table_stride,
+    out_stride,
+    batch,
+    least_units,
+    max_splits,
+    scale,
+    J: gl.constexpr,
+    GT: gl.constexpr,
+    T: gl.constexpr,
+    D: gl.constexpr,
+    ROWS: gl.constexpr,
+    MERGE_ROWS: gl.constexpr,
+    BATCH_PAD: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    UNIT: gl.constexpr,
+    TILE: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    USE_PDL: gl.constexpr,
+    WORKER_REGS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Computes one program's pieces."""
+    if USE_PDL:
+        gdc_launch_dependents()
+    UNITS: gl.constexpr = TILE // UNIT
+    CHUNK: gl.constexpr = 64
+    dtype: gl.constexpr = keys_desc.dtype
+    team = gl.program_id(0) // J
+    num_teams = gl.num_programs(0) // J
+    head = gl.program_id(0) % J
+
+    ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    places: gl.constexpr = NUM_STAGES * (D // CHUNK) * UNITS
+    keys = gl.allocate_shared_memory(dtype, [places, UNIT, CHUNK], ring)
+    values = gl.allocate_shared_memory(dtype, [places, UNIT, CHUNK], ring)
+    key_tiles = keys._reinterpret(dtype, [NUM_STAGES, TILE, D], ring)
+    value_tiles = values._reinterpret(dtype, [NUM_STAGES, TILE, D], ring)
+    queries = gl.allocate_shared_memory(dtype, [ROWS, D], ring)
+    weights = gl.allocate_shared_memory(dtype, [ROWS, TILE], ring)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(stage), count=UNITS)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    q_ptr, lengths_ptr, out_ptr, partials_ptr, log_sums_ptr, arrivals_ptr,
+                    q_stride, out_stride, max_splits, scale, key_tiles, value_tiles, queries,
+                    weights, full, empty, batch, team, num_teams, least_units, head,
+                    J, GT, T, D, ROWS, MERGE_ROWS, UNIT, TILE, NUM_STAGES, BATCH_PAD, WINDOW,
+                    SOFT_CAP, USE_PDL, num_warps,
+                ),
+            ),
+            (
+                _fill,
+                (
+                    keys_desc, values_desc, tables_ptr, lengths_ptr, table_stride, keys, values,
+                    full, empty, batch, team, num_teams, least_units, max_splits, head * D,
+                    T, D, BLOCK_SIZE, UNIT, UNITS, NUM_STAGES, CHUNK, BATCH_PAD, WINDOW, USE_PDL,
+                ),
+            ),
+        ],
+        [1],
+        [WORKER_REGS],
+    )  # fmt: skip

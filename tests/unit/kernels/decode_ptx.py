@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pdserve.kernels.specialised_decode import specialised_decode_kernel
+from pdserve.kernels.streamed_decode import streamed_decode_kernel
 
 POINTERS = {
     "q_ptr": "*bf16",
@@ -66,7 +66,7 @@ def compile_kernel(
     }
     places = {(list(signature).index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
-        GluonASTSource(specialised_decode_kernel, signature, places),
+        GluonASTSource(streamed_decode_kernel, signature, places),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": 4, "launch_pdl": use_pdl, "maxnreg": MAX_REGISTERS},
     )
