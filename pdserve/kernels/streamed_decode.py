@@ -23,57 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MERGE_SUMS = gl.constexpr(8192)
-"""Of pieces that are loaded together."""
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _measure(lengths, T: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr):
-    """Returns where the oldest query's reach begins, rounded down, and how many units follow."""
-    if WINDOW is None:
-        origin = lengths * 0
-    else:
-        origin = gl.maximum(lengths - (T - 1) - WINDOW, 0) // UNIT * UNIT
-    return origin, gl.cdiv(lengths - origin, UNIT)
-
-
-@gluon.jit
-def _advance(
-    sequence,
-    unit,
-    units,
-    length,
-    origin,
-    left,
-    count,
-    lengths_ptr,
-    T: gl.constexpr,
-    UNIT: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
-    """Goes on by `count` units, to the next sequence that has any if this one is at its end."""
-    unit += count
-    left -= count
-    if (unit == units) & (left > 0):
-        sequence += 1
-        length = gl.load(lengths_ptr + sequence)
-        while length == 0:
-            sequence += 1
-            length = gl.load(lengths_ptr + sequence)
-        unit = unit * 0
-        origin, units = _measure(length, T, UNIT, WINDOW)
-    return sequence, unit, units, length, origin, left
-
-
-@gluon.jit
-def _count(in_sequence, in_share, UNITS: gl.constexpr):
-    """Returns how many units the next tile has; a team without work may be beyond the end."""
-    return gl.maximum(gl.minimum(gl.minimum(UNITS, in_sequence), in_share), 0)
+from pdserve.kernels.streamed_merge import merge_arrived
+from pdserve.kernels.streamed_shares import advance, count_units, find_share
 
 
 @gluon.jit
@@ -133,104 +84,6 @@ def _request(
 
 
 @gluon.jit
-def _merge(
-    partials_ptr,
-    log_sums_ptr,
-    out_ptr,
-    out_stride,
-    place,
-    num_pieces,
-    sequence,
-    head,
-    GT: gl.constexpr,
-    T: gl.constexpr,
-    D: gl.constexpr,
-    MERGE_ROWS: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Adds the pieces of a sequence and KV head up; `place` is the first row of the first."""
-    # As many at once as a thread has registers for: each round waits for memory.
-    AT_ONCE: gl.constexpr = MERGE_SUMS // (max(num_warps, MERGE_ROWS) * D)
-    layout: gl.constexpr = gl.BlockedLayout(
-        [AT_ONCE, 1, D // 32], [1, 1, 32], [1, num_warps, 1], [2, 1, 0]
-    )
-    rows_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    G: gl.constexpr = GT // T
-    pieces = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    rows = gl.arange(0, MERGE_ROWS, rows_layout)
-    offs_d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    top = gl.full([MERGE_ROWS], float("-inf"), gl.float32, rows_layout)
-    total = gl.zeros([MERGE_ROWS], gl.float32, rows_layout)
-    acc = gl.zeros([MERGE_ROWS, D], gl.float32, gl.SliceLayout(0, layout))
-    for first in range(0, num_pieces, AT_ONCE):
-        part = place + (first + pieces)[:, None] * GT + rows[None, :]
-        exists = (first + pieces < num_pieces)[:, None] & (rows < GT)[None, :]
-        log_sums = gl.load(
-            log_sums_ptr + part, mask=exists, other=float("-inf"), cache_modifier=".cg"
-        )
-        values = gl.load(
-            partials_ptr + gl.expand_dims(part, 2) * D + offs_d[None, None, :],
-            mask=gl.expand_dims(exists, 2) & (offs_d < D)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = gl.maximum(top, gl.max(log_sums, 0))
-        # A row of padding, or a query that sees nothing of these pieces.
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = gl.exp2(log_sums - base[None, :])
-        shrink = gl.exp2(top - base)
-        total = total * shrink + gl.sum(weights, 0)
-        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
-        acc = acc * shrink[:, None] + gl.sum(values * gl.expand_dims(weights, 2), 0)
-        top = new_top
-    total = gl.convert_layout(total, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
-    out = acc / gl.where(total > 0.0, total, 1.0)[:, None]
-    o_rows = gl.arange(0, MERGE_ROWS, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
-    o_offs_d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    index = (sequence * T + o_rows // G).to(gl.int64) * out_stride + (head * G + o_rows % G) * D
-    gl.store(
-        out_ptr + index[:, None] + o_offs_d[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=(o_rows < GT)[:, None] & (o_offs_d < D)[None, :],
-    )
-
-
-@gluon.jit
-def _find_share(
-    lengths_ptr,
-    batch,
-    team,
-    num_teams,
-    least_units,
-    max_splits,
-    T: gl.constexpr,
-    UNIT: gl.constexpr,
-    WINDOW: gl.constexpr,
-    BATCH_PAD: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Returns a share's size, where the team's begins, and the place there as `_advance` does.
-
-    As `pdserve.kernels.decode_shares` has it, in units.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    offs_b = gl.arange(0, BATCH_PAD, layout)
-    lengths = gl.load(lengths_ptr + offs_b, mask=offs_b < batch, other=0)
-    _, units = _measure(lengths, T, UNIT, WINDOW)
-    ends = gl.associative_scan(units, 0, _add)
-    total = gl.max(ends, 0)
-    share = gl.maximum(gl.cdiv(total, num_teams), gl.cdiv(gl.max(units, 0), max_splits - 1))
-    share = gl.maximum(share, least_units)
-    place = team * share
-    left = gl.maximum(gl.minimum(share, total - place), 0)
-    sequence = gl.sum((ends <= place).to(gl.int32), 0)
-    unit = place - gl.max(gl.where(offs_b < sequence, ends, 0), 0)
-    length = gl.load(lengths_ptr + sequence, mask=left > 0, other=0)
-    origin, units = _measure(length, T, UNIT, WINDOW)
-    return share, place, sequence, unit, units, length, origin, left
-
-
-@gluon.jit
 def _consume(
     q_ptr, lengths_ptr, out_ptr, partials_ptr, log_sums_ptr, arrivals_ptr,
     q_stride, out_stride, max_splits, scale, key_tiles, value_tiles, queries, weights, full, empty,
@@ -241,7 +94,7 @@ def _consume(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attends to tile after tile of the ring."""
-    share, place, sequence, unit, units, length, origin, left = _find_share(
+    share, place, sequence, unit, units, length, origin, left = find_share(
         lengths_ptr, batch, team, num_teams, least_units, max_splits, T, UNIT, WINDOW, BATCH_PAD,
         num_warps,
     )  # fmt: skip
@@ -354,13 +207,13 @@ def _consume(
             arrived = gl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == num_pieces - 1:
                 gl.thread_barrier()
-                _merge(
+                merge_arrived(
                     partials_ptr, log_sums_ptr, out_ptr, out_stride, whole, num_pieces, sequence,
                     head, GT, T, D, MERGE_ROWS, num_warps,
                 )  # fmt: skip
                 gl.store(arrival_ptr, 0)
         place += num_units
-        sequence, unit, units, length, origin, left = _advance(
+        sequence, unit, units, length, origin, left = advance(
             sequence, unit, units, length, origin, left, num_units,
             lengths_ptr, T, UNIT, WINDOW,
         )  # fmt: skip
@@ -375,14 +228,14 @@ def _fill(
     WINDOW: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring; one warp, so that nothing here waits for others."""
-    _, _, sequence, unit, units, length, origin, left = _find_share(
+    _, _, sequence, unit, units, length, origin, left = find_share(
         lengths_ptr, batch, team, num_teams, least_units, max_splits, T, UNIT, WINDOW, BATCH_PAD,
         1,
     )  # fmt: skip
     first_sequence, first_unit, first_units, first_length, first_origin, first_left = (
         sequence, unit, units, length, origin, left,
     )  # fmt: skip
-    count = _count(units - unit, left, UNITS)
+    count = count_units(units - unit, left, UNITS)
     token = origin + unit * UNIT
     blocks = _load_blocks(tables_ptr, table_stride, sequence, token, count, BLOCK_SIZE, UNIT)
     num_late = 0
@@ -392,10 +245,10 @@ def _fill(
             is_late = gl.minimum(token + count * UNIT, length) > length - T
             num_late += (is_wanted & is_late).to(gl.int32)
             is_wanted &= gl.minimum(token + count * UNIT, length) <= length - T
-        sequence, unit, units, length, origin, left = _advance(
+        sequence, unit, units, length, origin, left = advance(
             sequence, unit, units, length, origin, left, count, lengths_ptr, T, UNIT, WINDOW
         )
-        next_count = _count(units - unit, left, UNITS)
+        next_count = count_units(units - unit, left, UNITS)
         next_token = origin + unit * UNIT
         # Ids of the next tile are on their way while this one is asked for.
         next_blocks = _load_blocks(
@@ -413,7 +266,7 @@ def _fill(
                 first_sequence, first_unit, first_units, first_length, first_origin, first_left,
             )  # fmt: skip
             for stage in range(NUM_STAGES):
-                l_count = _count(l_units - l_unit, l_left, UNITS)
+                l_count = count_units(l_units - l_unit, l_left, UNITS)
                 l_token = l_origin + l_unit * UNIT
                 is_late = gl.minimum(l_token + l_count * UNIT, l_length) > l_length - T
                 l_blocks = _load_blocks(
@@ -423,7 +276,7 @@ def _fill(
                     keys_desc, values_desc, keys, values, full, stage, l_blocks, l_token, l_count,
                     is_late & (l_count > 0), column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
                 )  # fmt: skip
-                l_sequence, l_unit, l_units, l_length, l_origin, l_left = _advance(
+                l_sequence, l_unit, l_units, l_length, l_origin, l_left = advance(
                     l_sequence, l_unit, l_units, l_length, l_origin, l_left, l_count,
                     lengths_ptr, T, UNIT, WINDOW,
                 )  # fmt: skip
@@ -435,10 +288,10 @@ def _fill(
             keys_desc, values_desc, keys, values, full, slot, blocks, token, count, count > 0,
             column, BLOCK_SIZE, UNIT, UNITS, D, CHUNK,
         )  # fmt: skip
-        sequence, unit, units, length, origin, left = _advance(
+        sequence, unit, units, length, origin, left = advance(
             sequence, unit, units, length, origin, left, count, lengths_ptr, T, UNIT, WINDOW
         )
-        count = _count(units - unit, left, UNITS)
+        count = count_units(units - unit, left, UNITS)
         token = origin + unit * UNIT
         blocks = _load_blocks(tables_ptr, table_stride, sequence, token, count, BLOCK_SIZE, UNIT)
         slot += 1
