@@ -16,12 +16,22 @@ from pdserve.cuda.step_shape import decode_shape
 from pdserve.kernels.decode_attention import DecodeTuning
 from pdserve.kernels.streamed_attention import StreamTuning
 
-SHAPES = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (64, 2048), (256, 2048))
+SHAPES = (
+    (1, 512),
+    (1, 32768),
+    (8, 512),
+    (32, 512),
+    (64, 512),
+    (128, 512),
+    (256, 512),
+    (64, 2048),
+    (256, 2048),
+)
 TUNINGS: dict[str, DecodeTuning | StreamTuning] = {
     "paged 32 2 4 4": DecodeTuning(),
     "paged 64 4 4 2": DecodeTuning(tile_tokens=64, num_warps=4, num_stages=4, programs_per_sm=2),
-    "stream": StreamTuning(),
     "stream 1": StreamTuning(programs_per_sm=1),
+    "stream 2": StreamTuning(programs_per_sm=2),
 }
 """Numbers: tile, warps, stages, programs a processor."""
 NUM_TOKENS = 40

@@ -18,7 +18,12 @@ from torch import Tensor
 from pdserve.kernels.decode_kernel import decode_kernel
 from pdserve.kernels.decode_merge import merge_pieces_kernel
 from pdserve.kernels.decode_scratch import DecodeScratch
-from pdserve.kernels.streamed_attention import StreamTuning, can_stream, stream_attention
+from pdserve.kernels.streamed_attention import (
+    StreamTuning,
+    can_stream,
+    choose_tuning,
+    stream_attention,
+)
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS_PER_PROGRAM = 64
@@ -98,7 +103,7 @@ def decode_attention(
     assert keys_SJD.stride()[1:] == (head_dim, 1) == q_MHD.stride()[1:] == out_MHD.stride()[1:]
     is_streamed = tuning is None and split_tokens is None
     if is_streamed and can_stream(q_MHD, keys_SJD, block_size, queries_per_sequence):
-        tuning = StreamTuning()
+        tuning = choose_tuning(batch)
     if isinstance(tuning, StreamTuning):
         assert split_tokens is None
         stream_attention(

@@ -45,7 +45,7 @@ class StreamTuning:
     programs_per_sm: int = 2
     num_stages: int = 8
     """Tiles in shared memory, or as many as fit."""
-    least_units: int = 4
+    least_units: int = 8
     """Shares are no smaller."""
 
 
@@ -63,6 +63,11 @@ def can_stream(q_MHD: Tensor, keys_SJD: Tensor, block_size: int, queries_per_seq
         and block_size & (block_size - 1) == 0
         and keys_SJD.stride(0) % 8 == 0
     )
+
+
+def choose_tuning(batch: int) -> StreamTuning:
+    """Returns the tuning for a batch: one long sequence is better in half as many pieces."""
+    return StreamTuning(programs_per_sm=1 if batch == 1 else 2)
 
 
 def count_teams(most_teams: int, batch: int, max_splits: int) -> int:
