@@ -26,7 +26,7 @@ from pdserve.cuda.step_shape import StepShape, graph_shapes
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
-from pdserve.kernels import decode_attention, prefill_attention
+from pdserve.kernels import decode_scratch, prefill_attention
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
 from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
@@ -126,7 +126,7 @@ def make_parts(
         max_splits = max(2, -(-job.max_model_len // split_tokens))
     heads, head_dim, place = config.num_heads, config.head_dim, device.torch_device
     attention = AttentionRoom(
-        decode_attention.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
+        decode_scratch.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
         prefill_attention.make_scratch(SPLIT_ROWS, heads, head_dim, 1, place),
         block_size=engine.block_size,
         head_dim=head_dim,

@@ -107,8 +107,8 @@ class CudaModel:
         """
         weights, buffers = self._weights, self._workspace.rows(rows.num_rows)
         gains = [layer.input_gain_E for layer in weights.layers]
-        # Launched when all before it has ended: later kernels read tables and lengths before
-        # they wait.
+        # Launched when all before it has ended: later kernels read tables, lengths and KV of
+        # earlier steps before they wait.
         embed_and_norm(
             rows.token_ids_M,
             weights.embedding_VE,
