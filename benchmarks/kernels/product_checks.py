@@ -10,7 +10,7 @@ import sys
 import torch
 
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, KernelName, ProductPlan
-from pdserve.kernels.small_product import small_product
+from pdserve.kernels.small_product import make_shared_sums, small_product
 
 # rows, outputs, inputs, splits
 SIZES = (
@@ -21,6 +21,7 @@ SIZES = (
     (64, 4096, 14336, 4),
     (100, 384, 2048, 3),
     (200, 512, 1000, 1),
+    (128, 28672, 4096, 1),
     (256, 4096, 4096, 2),
     (300, 640, 1024, 1),
 )
@@ -32,11 +33,19 @@ STREAMED = (
     (128, 128, 3, 4, 2),
     (256, 64, 4, 8, None),
 )
+SHARED = (
+    (128, 64, 6, 8, None),
+    (128, 64, 6, 4, 1),
+    (256, 64, 4, 8, 1),
+    (64, 64, 5, 4, 1),
+)
 
 
 def list_plans(kernel: KernelName, num_splits: int) -> list[ProductPlan]:
     """Returns plans of one kernel that differ in every field."""
     cuts: tuple[tuple[int, int, int, int, int | None], ...] = STREAMED
+    if kernel in ("shared", "loader"):
+        cuts = tuple(cut for cut in SHARED if cut[-1] is None or num_splits == 1)
     if kernel == "row":
         cuts = ((4, 256, 1, 4, None), (16, 128, 1, 8, None))
     elif kernel == "tiled":
@@ -58,6 +67,7 @@ def list_plans(kernel: KernelName, num_splits: int) -> list[ProductPlan]:
 def check_values(kernel: KernelName) -> float:
     """Returns the largest relative error, over sizes, plans and both ways to launch."""
     worst = 0.0
+    shared_sums = make_shared_sums(torch.device("cuda", 0))
     generator = torch.Generator("cuda").manual_seed(1)
     for num_rows, num_outputs, num_inputs, num_splits in SIZES:
         if kernel == "row" and num_rows > MAX_ROW_KERNEL_ROWS:
@@ -71,10 +81,13 @@ def check_values(kernel: KernelName) -> float:
                 continue
             for use_pdl in (False, True):
                 out = torch.full((num_splits, num_rows, num_outputs), torch.nan, device="cuda")
-                small_product(x, weight, out, plan, use_pdl=use_pdl)
+                small_product(x, weight, out, plan, use_pdl=use_pdl, shared_sums=shared_sums)
                 error = (out.double().sum(0) - expected).norm() / expected.norm()
                 if not error.item() < 1e-5:
                     print(f"WRONG {plan} {num_rows} rows, pdl {use_pdl}: {error.item():.2e}")
+                if shared_sums.flags.any().item():
+                    print(f"FLAGS left {plan} {num_rows} rows")
+                    error += 1
                 worst = max(worst, error.nan_to_num(9.0).item())
     return worst
 

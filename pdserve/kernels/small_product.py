@@ -6,6 +6,7 @@ up in the order of S, without atomics. A row's result depends on the plan, never
 rows. On Hopper the streamed kernel of `streamed_product` does the work.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pdserve.kernels.loader_product import loader_product_kernel
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, ProductPlan, pad_rows
+from pdserve.kernels.shared_product import shared_product_kernel
 from pdserve.kernels.streamed_product import streamed_product_kernel
 
 MAX_STREAMED_ROWS = 256  # columns of one tensor core instruction
@@ -24,6 +27,27 @@ MAX_RING_BYTES = 224 * 1024  # of 227 KiB of shared memory a multiprocessor of s
 MAX_SUMS_PER_THREAD = 128  # float32 accumulators; more of them would spill
 MAX_STREAMED_WARPS = 8
 MAX_TILED_ROWS = 128
+MIN_SHARED_ROWS = 64  # rows of a tile; one warp group's where they come first
+MAX_SHARED_SUMS = 32 * MAX_STREAMED_WARPS * MAX_SUMS_PER_THREAD  # of a multiprocessor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedSums:
+    """Where programs that share a tile leave their sums. Launches of one stream may share it."""
+
+    sums: Tensor
+    """float32, one tile a program."""
+    flags: Tensor
+    """int32, one a program: 1 while its sums wait to be added; 0 between launches."""
+
+
+def make_shared_sums(device: torch.device) -> SharedSums:
+    """Returns room for as many programs as a device runs at a time."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return SharedSums(
+        sums=torch.empty(num_sms * MAX_SHARED_SUMS, dtype=torch.float32, device=device),
+        flags=torch.zeros(8 * num_sms, dtype=torch.int32, device=device),
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_splits", "num_k_blocks"])
@@ -150,6 +174,7 @@ def small_product(
     plan: ProductPlan,
     *,
     use_pdl: bool = False,
+    shared_sums: SharedSums | None = None,
 ) -> None:
     """Computes x @ weight^T, cut up as `plan` says.
 
@@ -160,6 +185,7 @@ def small_product(
         plan: tiles, splits and the kernel.
         use_pdl: launches before the previous kernel of the stream has ended; it must have called
             `griddepcontrol.launch_dependents`, and only x may depend on it.
+        shared_sums: for plans of the shared kernel with even shares.
 
     Raises:
         ValueError: shapes, strides or dtypes do not go together, or the plan does not fit them.
@@ -167,6 +193,9 @@ def small_product(
     _check(x_MK, weight_NK, out_SMN, plan)
     if plan.kernel == "streamed":
         _launch_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl)
+        return
+    if plan.kernel in ("shared", "loader"):
+        _launch_shared(x_MK, weight_NK, out_SMN, plan, use_pdl, shared_sums)
         return
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
@@ -247,6 +276,56 @@ def _launch_streamed(
         BLOCK_M=block_m,
         BLOCK_K=plan.block_k,
         NUM_STAGES=num_stages,
+        USE_PDL=use_pdl,
+        num_warps=num_warps,
+        launch_pdl=use_pdl,
+    )
+
+
+def _launch_shared(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    out_SMN: Tensor,
+    plan: ProductPlan,
+    use_pdl: bool,
+    shared_sums: SharedSums | None,
+) -> None:
+    num_rows, num_inputs = x_MK.shape
+    num_outputs = weight_NK.shape[0]
+    block_m = pad_rows(
+        num_rows, MIN_SHARED_ROWS, min(MAX_STREAMED_ROWS, MAX_SHARED_SUMS // plan.block_n)
+    )
+    stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
+    num_stages = min(plan.num_stages, MAX_RING_BYTES // stage_bytes)
+    num_warps = max(plan.num_warps, plan.block_n * block_m // (32 * MAX_SUMS_PER_THREAD))
+    num_warps = min(num_warps, (block_m if plan.block_n > block_m else plan.block_n) // 16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    num_m_tiles = triton.cdiv(num_rows, block_m)
+    num_k_blocks = triton.cdiv(num_inputs, plan.block_k)
+    num_tiles = triton.cdiv(num_outputs, plan.block_n) * num_m_tiles
+    num_programs = num_tiles * plan.num_splits
+    if plan.programs_per_sm is not None:
+        assert shared_sums is not None
+        num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
+        num_programs = min(plan.programs_per_sm * num_sms, num_tiles * num_k_blocks)
+    kernel = shared_product_kernel if plan.kernel == "shared" else loader_product_kernel
+    kernel[(num_programs,)](
+        TensorDescriptor.from_tensor(weight_NK, [plan.block_n, plan.block_k], layout),
+        TensorDescriptor.from_tensor(x_MK, [block_m, plan.block_k], layout),
+        out_SMN,
+        out_SMN if shared_sums is None else shared_sums.sums,
+        out_SMN if shared_sums is None else shared_sums.flags,
+        num_rows,
+        num_outputs,
+        plan.num_splits,
+        num_k_blocks,
+        num_m_tiles,
+        num_tiles * num_k_blocks,
+        BLOCK_N=plan.block_n,
+        BLOCK_M=block_m,
+        BLOCK_K=plan.block_k,
+        NUM_STAGES=num_stages,
+        IS_SHARED=plan.programs_per_sm is not None,
         USE_PDL=use_pdl,
         num_warps=num_warps,
         launch_pdl=use_pdl,
