@@ -39,6 +39,7 @@ def choose_plans(weights: ModelWeights, device: Device, *, is_fixed: bool) -> Pr
         return ProductPlans(choose=_library, summary="library")
     table = make_product_table(
         by_shape,
+        head=head,
         use_pdl=device.has_dependent_launch,
         cache_path=None,
         is_deterministic=is_fixed,

@@ -30,8 +30,8 @@ class ProductPlan:
     num_warps: int
     """Warps of a program: a power of two, for the streamed kernel 4 or 8."""
     programs_per_sm: int | None = None
-    """Streamed: this many persistent programs a multiprocessor share the tiles in turn; shared: they
-    share the blocks of K of all tiles evenly, and one split comes out. None: one program a tile."""
+    """This many persistent programs a multiprocessor: streamed ones take tiles in turn, shared ones
+    equal parts of all tiles' K, and one split comes out. None: one program a tile and split."""
 
     def __post_init__(self) -> None:
         if self.kernel not in get_args(KernelName):

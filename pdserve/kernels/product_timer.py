@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pdserve.kernels.product_choices import ProductDevice
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import LayerShape, ProductTable, measure_table
-from pdserve.kernels.small_product import small_product
+from pdserve.kernels.small_product import make_shared_sums, small_product
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +99,20 @@ class ProductTimer:
         self,
         weights: Mapping[LayerShape, Sequence[Tensor]],
         *,
+        head: LayerShape,
         use_pdl: bool,
     ) -> None:
         """Keeps the weights until the timer is dropped.
 
         Args:
             weights: of each shape, one or more layers.
+            head: the shape whose products are logits, float32.
             use_pdl: whether products will be launched before the previous kernel has ended.
         """
         self._weights = weights
+        self._head = head
         self._use_pdl = use_pdl
+        self._shared_sums = make_shared_sums(weights[head][0].device) if use_pdl else None
 
     def compile(self, wanted: Iterable[tuple[LayerShape, int, ProductPlan]]) -> None:
         """Compiles kernels side by side, by launching each; Triton keeps them on disk."""
@@ -130,10 +134,7 @@ class ProductTimer:
 
         def launch() -> None:
             for weight in launches:
-                if plan is None:
-                    torch.mm(x, weight.T, out=out[0])
-                else:
-                    small_product(x, weight, out, plan, use_pdl=self._use_pdl)
+                self._multiply(x, weight, out, plan)
                 _renew_rows(out, x, use_pdl=self._use_pdl)
 
         return 1000 * time_graph(launch) / len(launches)
@@ -146,20 +147,38 @@ class ProductTimer:
             num_rows,
             shape.num_outputs,
             device=weight.device,
-            dtype=torch.float32 if num_splits > 1 else weight.dtype,
+            dtype=torch.float32 if num_splits > 1 or shape == self._head else weight.dtype,
         )
+
+    def _multiply(
+        self, x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan | None
+    ) -> None:
+        if plan is not None:
+            small_product(
+                x_MK,
+                weight_NK,
+                out_SMN,
+                plan,
+                use_pdl=self._use_pdl,
+                shared_sums=self._shared_sums,
+            )
+        elif out_SMN.dtype == weight_NK.dtype:
+            torch.mm(x_MK, weight_NK.T, out=out_SMN[0])
+        else:
+            torch.mm(x_MK, weight_NK.T, out_dtype=out_SMN.dtype, out=out_SMN[0])
 
     def _launch_once(self, item: tuple[LayerShape, int, ProductPlan]) -> None:
         shape, num_rows, plan = item
         weight = self._weights[shape][0]
         x = torch.zeros(num_rows, shape.num_inputs, device=weight.device, dtype=weight.dtype)
         out = self._make_out(shape, num_rows, plan)
-        small_product(x, weight, out, plan, use_pdl=self._use_pdl)
+        self._multiply(x, weight, out, plan)
 
 
 def make_product_table(
     weights: Mapping[LayerShape, Sequence[Tensor]],
     *,
+    head: LayerShape,
     use_pdl: bool,
     cache_path: Path | None,
     is_deterministic: bool,
@@ -168,6 +187,7 @@ def make_product_table(
 
     Args:
         weights: of each shape, the layers' weights on the device.
+        head: the shape whose products are logits, float32.
         use_pdl: whether products will be launched before the previous kernel has ended.
         cache_path: JSON file of an earlier start; read if it fits, else written.
         is_deterministic: one plan a shape for all batches, nothing measured.
@@ -188,7 +208,7 @@ def make_product_table(
     cached = None if cache_path is None else _read_table(cache_path)
     if cached is not None and cached.covers(name, weights):
         return cached
-    timer = ProductTimer(weights, use_pdl=use_pdl)
+    timer = ProductTimer(weights, head=head, use_pdl=use_pdl)
     timer.compile(
         (shape, num_rows, plan)
         for shape in weights
