@@ -44,7 +44,7 @@ SHARED = (
 def list_plans(kernel: KernelName, num_splits: int) -> list[ProductPlan]:
     """Returns plans of one kernel that differ in every field."""
     cuts: tuple[tuple[int, int, int, int, int | None], ...] = STREAMED
-    if kernel in ("shared", "loader"):
+    if kernel == "shared":
         cuts = tuple(cut for cut in SHARED if cut[-1] is None or num_splits == 1)
     if kernel == "row":
         cuts = ((4, 256, 1, 4, None), (16, 128, 1, 8, None))

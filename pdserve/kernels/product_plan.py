@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Literal, Self, get_args
 
-KernelName = Literal["streamed", "shared", "loader", "tiled", "row"]
+KernelName = Literal["streamed", "shared", "tiled", "row"]
 
 MAX_ROW_KERNEL_ROWS = 8
 

@@ -23,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pdserve.kernels.streamed_product import store_tile
+
 
 @gluon.jit
 def _take_share(num_k_blocks, num_splits, num_blocks, IS_SHARED: gl.constexpr):
@@ -98,6 +100,7 @@ def _load_block(
 def shared_product_kernel(
     weight_desc,
     x_desc,
+    out_desc,
     out_ptr,
     sums_ptr,
     flags_ptr,
@@ -111,6 +114,7 @@ def shared_product_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    HAS_BULK_STORE: gl.constexpr,
     IS_SHARED: gl.constexpr,
     USE_PDL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -121,6 +125,15 @@ def shared_product_kernel(
     dtype: gl.constexpr = weight_desc.dtype
     weights = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
     rows = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    if HAS_BULK_STORE:
+        if IS_SHARED:
+            out_tile = gl.allocate_shared_memory(
+                out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout
+            )
+        else:
+            # The ring is free when the only result of this program is written.
+            ring = weights if BLOCK_N > BLOCK_M else rows
+            out_tile = ring._reinterpret(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -254,11 +267,21 @@ def shared_product_kernel(
         else:
             split = program % num_splits
         if is_written:
-            m = tile % num_m_tiles * BLOCK_M + (first if has_rows_first else second)
-            n = tile // num_m_tiles * BLOCK_N + (second if has_rows_first else first)
-            gl.store(
-                out_ptr + gl.cast(split * num_rows, gl.int64) * num_outputs + (m * num_outputs + n),
-                acc.to(out_ptr.dtype.element_ty),
-                mask=(m < num_rows) & (n < num_outputs),
-            )
+            m_begin = tile % num_m_tiles * BLOCK_M
+            n_begin = tile // num_m_tiles * BLOCK_N
+            if HAS_BULK_STORE:
+                tma.store_wait(0)
+                gl.thread_barrier()
+                store_tile(out_desc, out_tile, acc, split, m_begin, n_begin, has_rows_first)
+            else:
+                m = m_begin + (first if has_rows_first else second)
+                n = n_begin + (second if has_rows_first else first)
+                row = gl.cast(split * num_rows, gl.int64) * num_outputs
+                gl.store(
+                    out_ptr + row + (m * num_outputs + n),
+                    acc.to(out_ptr.dtype.element_ty),
+                    mask=(m < num_rows) & (n < num_outputs),
+                )
         segment = segment_end
+    if HAS_BULK_STORE:
+        tma.store_wait(0)

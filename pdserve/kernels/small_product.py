@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pdserve.kernels.loader_product import loader_product_kernel
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, ProductPlan, pad_rows
 from pdserve.kernels.shared_product import shared_product_kernel
 from pdserve.kernels.streamed_product import streamed_product_kernel
@@ -27,6 +26,7 @@ MAX_RING_BYTES = 224 * 1024  # of 227 KiB of shared memory a multiprocessor of s
 MAX_SUMS_PER_THREAD = 128  # float32 accumulators; more of them would spill
 MAX_STREAMED_WARPS = 8
 MAX_TILED_ROWS = 128
+_ITEM_BYTES = 2  # of Hopper's operands here
 MIN_SHARED_ROWS = 64  # rows of a tile; one warp group's where they come first
 MAX_SHARED_SUMS = 32 * MAX_STREAMED_WARPS * MAX_SUMS_PER_THREAD  # of a multiprocessor
 
@@ -194,7 +194,7 @@ def small_product(
     if plan.kernel == "streamed":
         _launch_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl)
         return
-    if plan.kernel in ("shared", "loader"):
+    if plan.kernel == "shared":
         _launch_shared(x_MK, weight_NK, out_SMN, plan, use_pdl, shared_sums)
         return
     num_rows, num_inputs = x_MK.shape
@@ -262,9 +262,14 @@ def _launch_streamed(
     if plan.programs_per_sm is not None:
         num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
         num_programs = min(num_units, plan.programs_per_sm * num_sms)
+    has_bulk_store = num_programs == num_units and _can_store_in_ring(
+        out_SMN, block_m, plan, num_stages
+    )
+    x_desc = _describe_rows(x_MK, block_m, plan.block_k, layout)
     streamed_product_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(weight_NK, [plan.block_n, plan.block_k], layout),
-        TensorDescriptor.from_tensor(x_MK, [block_m, plan.block_k], layout),
+        x_desc,
+        _describe_out(out_SMN, block_m, plan.block_n) if has_bulk_store else x_desc,
         out_SMN,
         num_rows,
         num_outputs,
@@ -276,6 +281,7 @@ def _launch_streamed(
         BLOCK_M=block_m,
         BLOCK_K=plan.block_k,
         NUM_STAGES=num_stages,
+        HAS_BULK_STORE=has_bulk_store,
         USE_PDL=use_pdl,
         num_warps=num_warps,
         launch_pdl=use_pdl,
@@ -296,7 +302,17 @@ def _launch_shared(
         num_rows, MIN_SHARED_ROWS, min(MAX_STREAMED_ROWS, MAX_SHARED_SUMS // plan.block_n)
     )
     stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
-    num_stages = min(plan.num_stages, MAX_RING_BYTES // stage_bytes)
+    is_shared = plan.programs_per_sm is not None
+    has_bulk_store = _can_store_in_bulk(out_SMN)
+    tile_bytes = plan.block_n * block_m * out_SMN.element_size() if has_bulk_store else 0
+    ring_bytes = MAX_RING_BYTES // (plan.programs_per_sm or 1)
+    if is_shared:
+        if ring_bytes - tile_bytes < 2 * stage_bytes:
+            has_bulk_store, tile_bytes = False, 0
+        ring_bytes -= tile_bytes
+    num_stages = min(plan.num_stages, ring_bytes // stage_bytes)
+    if not is_shared:
+        has_bulk_store = _can_store_in_ring(out_SMN, block_m, plan, num_stages)
     num_warps = max(plan.num_warps, plan.block_n * block_m // (32 * MAX_SUMS_PER_THREAD))
     num_warps = min(num_warps, (block_m if plan.block_n > block_m else plan.block_n) // 16)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -305,13 +321,15 @@ def _launch_shared(
     num_tiles = triton.cdiv(num_outputs, plan.block_n) * num_m_tiles
     num_programs = num_tiles * plan.num_splits
     if plan.programs_per_sm is not None:
-        assert shared_sums is not None
+        if shared_sums is None:
+            raise ValueError("even shares need shared_sums")
         num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
         num_programs = min(plan.programs_per_sm * num_sms, num_tiles * num_k_blocks)
-    kernel = shared_product_kernel if plan.kernel == "shared" else loader_product_kernel
-    kernel[(num_programs,)](
+    x_desc = _describe_rows(x_MK, block_m, plan.block_k, layout)
+    shared_product_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(weight_NK, [plan.block_n, plan.block_k], layout),
-        TensorDescriptor.from_tensor(x_MK, [block_m, plan.block_k], layout),
+        x_desc,
+        _describe_out(out_SMN, block_m, plan.block_n) if has_bulk_store else x_desc,
         out_SMN,
         out_SMN if shared_sums is None else shared_sums.sums,
         out_SMN if shared_sums is None else shared_sums.flags,
@@ -325,11 +343,42 @@ def _launch_shared(
         BLOCK_M=block_m,
         BLOCK_K=plan.block_k,
         NUM_STAGES=num_stages,
-        IS_SHARED=plan.programs_per_sm is not None,
+        HAS_BULK_STORE=has_bulk_store,
+        IS_SHARED=is_shared,
         USE_PDL=use_pdl,
         num_warps=num_warps,
         launch_pdl=use_pdl,
     )
+
+
+def _can_store_in_bulk(out_SMN: Tensor) -> bool:
+    """Returns True if rows of the result start where the copy engine can write."""
+    return (out_SMN.shape[2] * out_SMN.element_size()) % 16 == 0
+
+
+def _can_store_in_ring(out_SMN: Tensor, block_m: int, plan: ProductPlan, num_stages: int) -> bool:
+    """Returns True if a tile of the result fits where weights or rows, the wider, have been."""
+    tile_bytes = plan.block_n * block_m * out_SMN.element_size()
+    widest_bytes = num_stages * max(plan.block_n, block_m) * plan.block_k * _ITEM_BYTES
+    return _can_store_in_bulk(out_SMN) and tile_bytes <= widest_bytes
+
+
+def _describe_rows(
+    x_MK: Tensor, block_m: int, block_k: int, layout: gl.NVMMASharedLayout
+) -> TensorDescriptor:
+    """Describes whole tiles where memory goes on behind the rows: the rest is never written."""
+    num_rows, num_inputs = x_MK.shape
+    whole = triton.cdiv(num_rows, block_m) * block_m
+    end = x_MK.storage_offset() + (whole - 1) * x_MK.stride(0) + num_inputs
+    if end * x_MK.element_size() <= x_MK.untyped_storage().nbytes():
+        x_MK = x_MK.as_strided((whole, num_inputs), x_MK.stride())
+    return TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)
+
+
+def _describe_out(out_SMN: Tensor, block_m: int, block_n: int) -> TensorDescriptor:
+    bits = 8 * out_SMN.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=3)
+    return TensorDescriptor.from_tensor(out_SMN, [1, block_m, block_n], layout)
 
 
 def _check(x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan) -> None:

@@ -23,11 +23,13 @@ MAX_SHARED_BYTES = 227 * 1024
 KERNELS = {
     "streamed": (
         streamed_product_kernel,
+        "fp32",
         {"out_ptr": "*fp32"},
         ("num_rows", "num_outputs", "num_splits", "num_k_blocks", "num_m_tiles", "num_units"),
     ),
     "shared": (
         shared_product_kernel,
+        "bf16",
         {"out_ptr": "*bf16", "sums_ptr": "*fp32", "flags_ptr": "*i32"},
         ("num_rows", "num_outputs", "num_splits", "num_k_blocks", "num_m_tiles", "num_blocks"),
     ),
@@ -49,16 +51,20 @@ def compile_all(module: str, kernels: Mapping[str, Mapping[str, int | str]]) -> 
 
 def compile_kernel(name: str, constants: Mapping[str, int]) -> str:
     """Returns the PTX, after ptxas has accepted it."""
-    kernel, pointers, integers = KERNELS[name]
+    kernel, out_type, pointers, integers = KERNELS[name]
     block_n, block_m, block_k = (constants[f"BLOCK_{letter}"] for letter in "NMK")
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    bits = {"bf16": 16, "fp32": 32}[out_type]
+    out_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=3)
     signature = {
         "weight_desc": f"tensordesc<bf16[{block_n},{block_k}],{layout!r}>",
         "x_desc": f"tensordesc<bf16[{block_m},{block_k}],{layout!r}>",
+        "out_desc": f"tensordesc<{out_type}[1,{block_m},{block_n}],{out_layout!r}>",
         **pointers,
         **dict.fromkeys(integers, "i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
+    assert list(signature) == kernel.arg_names
     places = {(list(signature).index(constant),): value for constant, value in constants.items()}
     compiled = triton.compile(
         GluonASTSource(kernel, signature, places),

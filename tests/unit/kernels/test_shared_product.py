@@ -15,6 +15,7 @@ def cut(
         "BLOCK_M": block_m,
         "BLOCK_K": 64,
         "NUM_STAGES": num_stages,
+        "HAS_BULK_STORE": True,
         "IS_SHARED": is_shared,
         "USE_PDL": True,
         "num_warps": num_warps,
@@ -22,9 +23,9 @@ def cut(
 
 
 KERNELS = {
-    "64 rows": cut(256, 64, 5, 4, is_shared=True),
-    "128 rows": cut(256, 128, 4, 8, is_shared=True),
-    "256 rows": cut(128, 256, 4, 8, is_shared=True),
+    "64 rows": cut(256, 64, 4, 4, is_shared=True),
+    "128 rows": cut(256, 128, 3, 8, is_shared=True),
+    "256 rows": cut(128, 256, 3, 8, is_shared=True),
     "splits": cut(128, 128, 6, 8, is_shared=False),
 }
 
@@ -52,9 +53,9 @@ def test_only_weights_are_requested_before_the_wait(ptx: dict[str, str], name: s
     assembly = ptx[name]
     num_stages = KERNELS[name]["NUM_STAGES"]
     (wait,) = find_lines(assembly, r"griddepcontrol\.wait")
-    copies = find_lines(assembly, r"cp\.async\.bulk\.tensor")
+    copies = find_lines(assembly, r"cp\.async\.bulk\.tensor\.2d\.shared")
     assert len([line for line in copies if line < wait]) == num_stages
-    assert min(find_lines(assembly, r"st\.global")) > wait
+    assert min(find_lines(assembly, r"st\.global|cp\.async\.bulk\.tensor\.3d")) > wait
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -15,6 +15,7 @@ def cut(
         "BLOCK_M": block_m,
         "BLOCK_K": block_k,
         "NUM_STAGES": num_stages,
+        "HAS_BULK_STORE": True,
         "USE_PDL": use_pdl,
         "num_warps": num_warps,
     }
@@ -53,11 +54,15 @@ def test_all_weights_of_the_ring_are_requested_before_the_wait_and_rows_only_aft
     assembly = ptx["dependent launch"]
     num_stages = KERNELS["dependent launch"]["NUM_STAGES"]
     (wait,) = find_lines(assembly, r"griddepcontrol\.wait")
-    copies = find_lines(assembly, r"cp\.async\.bulk\.tensor")
+    copies = find_lines(assembly, r"cp\.async\.bulk\.tensor\.2d\.shared")
     # the ring's weights, then the ring's rows, then one of each in the loop
     assert len([line for line in copies if line < wait]) == num_stages
     assert len(copies) == 2 * num_stages + 2
-    assert min(find_lines(assembly, r"st\.global")) > wait
+    assert min(find_lines(assembly, r"cp\.async\.bulk\.tensor\.3d\.global")) > wait
+
+
+def test_results_leave_through_the_copy_engine_alone(ptx: dict[str, str]) -> None:
+    assert all("st.global" not in assembly for assembly in ptx.values())
 
 
 def test_dependents_are_launched_before_the_first_weights_are_requested(
