@@ -23,82 +23,72 @@ from pdserve.kernels.norm import add_norm
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_timer import time_graph
 from pdserve.kernels.silu_mul import silu_mul
-from pdserve.kernels.small_product import make_shared_sums, small_product
+from pdserve.kernels.small_product import small_product
 
 NUM_LAYERS = 32
 BUCKETS = (128, 256, 64, 32, 16, 8)
-# kernel, block_n, block_k, stages, warps; the last figure: even shares too
-CUTS = {
+# block_n, block_k, stages, warps
+CUTS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     8: (
-        ("streamed", 64, 128, 6, 4, 0),
-        ("streamed", 64, 128, 4, 4, 0),
-        ("streamed", 64, 128, 3, 4, 0),
-        ("streamed", 64, 256, 5, 4, 0),
-        ("streamed", 128, 64, 6, 4, 0),
+        (64, 128, 6, 4),
+        (64, 128, 4, 4),
+        (64, 128, 3, 4),
+        (64, 256, 5, 4),
+        (128, 64, 6, 4),
     ),
     64: (
-        ("streamed", 64, 128, 6, 4, 0),
-        ("streamed", 64, 128, 3, 4, 0),
-        ("streamed", 128, 128, 4, 4, 0),
-        ("streamed", 128, 64, 8, 4, 0),
-        ("streamed", 128, 64, 4, 4, 0),
-        ("shared", 256, 64, 5, 4, 1),
-        ("shared", 128, 64, 8, 4, 1),
+        (64, 128, 6, 4),
+        (64, 128, 3, 4),
+        (64, 64, 6, 4),
+        (128, 128, 4, 4),
+        (128, 64, 8, 4),
+        (128, 64, 4, 4),
+        (256, 64, 5, 4),
     ),
     128: (
-        ("streamed", 64, 128, 4, 4, 0),
-        ("streamed", 64, 64, 8, 4, 0),
-        ("streamed", 128, 64, 6, 4, 0),
-        ("streamed", 128, 64, 6, 8, 0),
-        ("streamed", 128, 64, 3, 4, 0),
-        ("streamed", 256, 64, 4, 8, 0),
-        ("shared", 256, 64, 4, 8, 1),
-        ("shared", 128, 64, 6, 8, 1),
-        ("shared", 128, 64, 6, 4, 1),
+        (64, 128, 4, 4),
+        (64, 128, 2, 4),
+        (64, 64, 8, 4),
+        (64, 64, 4, 4),
+        (128, 64, 6, 4),
+        (128, 64, 6, 8),
+        (128, 64, 3, 4),
+        (256, 64, 4, 8),
     ),
     256: (
-        ("streamed", 64, 64, 5, 4, 0),
-        ("streamed", 128, 64, 4, 8, 0),
-        ("streamed", 256, 64, 4, 8, 0),
-        ("shared", 128, 64, 4, 8, 1),
-        ("shared", 256, 64, 4, 8, 1),
-        ("shared", 64, 64, 5, 4, 1),
+        (64, 64, 5, 4),
+        (128, 64, 4, 8),
+        (256, 64, 4, 8),
+        (64, 64, 2, 4),
+        (128, 64, 2, 8),
     ),
 }
-CUTS |= {16: CUTS[8], 32: (*CUTS[8], ("streamed", 64, 256, 4, 4, 0))}
+CUTS |= {16: CUTS[8], 32: (*CUTS[8], (64, 256, 4, 4), (128, 64, 8, 4))}
 
 
 def list_candidates(shape: Shape, bucket: int) -> list[ProductPlan]:
     """Returns plans whose tiles fill most of two waves or less."""
     found = []
-    for kernel, block_n, block_k, stages, warps, has_even in CUTS[bucket]:
+    for block_n, block_k, stages, warps in CUTS[bucket]:
         block_m = min(bucket, 32768 // block_n)
         num_tiles = shape.num_outputs // block_n * -(-bucket // block_m)
         ring = stages * (block_n + block_m) * block_k * 2
         slots = NUM_SMS * max(1, 227 * 1024 // (ring + 2048))
         ranked = []
-        # What is neither wide nor even is the streamed kernel's.
-        has_splits = kernel == "streamed" or block_n > block_m
         for splits in (1,) if num_tiles > NUM_SMS else (1, 2, 3, 4, 5, 8):
             waves = -(-num_tiles * splits // slots)
             if waves <= 2 or splits == 1:
                 ranked.append((num_tiles * splits / waves / slots - 0.04 * splits, splits))
-        cuts: list[tuple[int, int | None]] = [
-            (splits, None) for _, splits in sorted(ranked, reverse=True)[:3] if has_splits
-        ]
-        if has_even:  # programs share what is left over
-            cuts.append((1, 1))
         found += [
             ProductPlan(
-                kernel=kernel,  # type: ignore[arg-type]
+                kernel="streamed",
                 num_splits=splits,
                 block_n=block_n,
                 block_k=block_k,
                 num_stages=stages,
                 num_warps=warps,
-                programs_per_sm=per_sm,
             )
-            for splits, per_sm in cuts
+            for _, splits in sorted(ranked, reverse=True)[:3]
         ]
     return found
 
@@ -107,7 +97,6 @@ class Bench:
     """The weights of all layers and what runs on them."""
 
     def __init__(self) -> None:
-        self._sums = make_shared_sums(torch.device("cuda", 0))
         self._gain = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
         self._weights = {
             shape.name: [
@@ -132,15 +121,14 @@ class Bench:
 
         unique = {
             (
-                *(plan.kernel, plan.block_n, plan.block_k, plan.num_stages, plan.num_warps),
-                plan.programs_per_sm is None,
+                *(plan.block_n, plan.block_k, plan.num_stages, plan.num_warps),
                 rows,
                 plan.num_splits > 1 or shape.name == "lm_head",
             ): (shape, rows, plan)
             for shape, rows, plan in items
         }
-        for item in {plan.kernel: (shape, rows, plan) for shape, rows, plan in items}.values():
-            launch(item)
+        # The first launch of a kernel sets up what all its variants share: not side by side.
+        launch(items[0])
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(launch, unique.values()))
         torch.cuda.synchronize()
@@ -193,46 +181,30 @@ class Bench:
     def _multiply(self, x: Tensor, shape: Shape, layer: int, out: Tensor, plan: Plan) -> None:
         weight = self._weights[shape.name][layer]
         if plan is not None:
-            small_product(x, weight, out, plan, use_pdl=True, shared_sums=self._sums)
+            small_product(x, weight, out, plan, use_pdl=True)
         elif out.dtype == torch.float32:
             torch.mm(x, weight.T, out_dtype=torch.float32, out=out[0])
         else:
             torch.mm(x, weight.T, out=out[0])
 
 
-def check_kernels(timeout_s: float) -> set[str]:
-    """Runs the correctness checks, each in its own process; returns the kernels that passed."""
-    processes = {
-        kernel: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.kernels.product_checks", kernel],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for kernel in ("streamed", "shared")
-    }
-    end = time.monotonic() + timeout_s
-    passed = set()
-    for kernel, process in processes.items():
-        try:
-            output, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output = f"{kernel}: HANGS " + process.communicate()[0]
-        print(output.strip()[-700:], flush=True)
-        if process.returncode == 0:
-            passed.add(kernel)
-    return passed
+def check_kernel(timeout_s: float) -> None:
+    """Runs the correctness checks in a process of their own.
+
+    Raises:
+        SystemExit: the kernel is wrong, or hangs.
+    """
+    command = [sys.executable, "-m", "benchmarks.kernels.product_checks", "streamed"]
+    if subprocess.run(command, timeout=timeout_s, check=False).returncode != 0:
+        raise SystemExit("the kernel is wrong")
 
 
-def tune(bench: Bench, rows: int, kernels: set[str]) -> dict[str, object]:
+def tune(bench: Bench, rows: int) -> dict[str, object]:
     """Ranks plans alone, then changes one plan of the chain at a time for better."""
     ranked: dict[str, list[tuple[float, Plan]]] = {}
     for shape in LLAMA_8B:
         timed: list[tuple[float, Plan]] = []
         for plan in (None, *list_candidates(shape, rows)):
-            if plan is not None and plan.kernel not in kernels:
-                continue
             try:
                 timed.append((bench.time_alone(shape, rows, plan), plan))
             except Exception as error:  # noqa: BLE001  # one bad variant must not end the run
@@ -246,7 +218,7 @@ def tune(bench: Bench, rows: int, kernels: set[str]) -> dict[str, object]:
     plans = {name: ranked[name][0][1] for name in names}
     best_ms = bench.time_chain(rows, plans)
     for name in (*names, *names[:2]):
-        for _, plan in ranked[name][:7]:
+        for _, plan in ranked[name][:10]:
             if plan == plans[name]:
                 continue
             ms = bench.time_chain(rows, {**plans, name: plan})
@@ -303,7 +275,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=75.0, help="seconds")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    kernels = check_kernels(45)
+    check_kernel(60)
     bench = Bench()
     bench.compile(
         [
@@ -311,16 +283,16 @@ def main() -> None:
             for rows in BUCKETS
             for shape in LLAMA_8B
             for plan in list_candidates(shape, rows)
-            if plan.kernel in kernels
         ]
     )
     print(f"checked and compiled, {time.monotonic() - begin:.0f} s", flush=True)
     found = []
     for rows in BUCKETS:
         if time.monotonic() - begin > arguments.budget:
-            break
+            print(f"{rows} rows left out: no time")
+            continue
         try:
-            found.append(tune(bench, rows, kernels))
+            found.append(tune(bench, rows))
         except Exception as error:  # noqa: BLE001  # the other batch sizes still count
             print(f"FAILED chain of {rows} rows: {error!r}"[:300], flush=True)
         arguments.out.write_text(json.dumps(found, indent=1))

@@ -26,7 +26,6 @@ from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
 from pdserve.kernels import decode_attention, prefill_attention
-from pdserve.kernels.small_product import make_shared_sums
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
 from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
@@ -135,12 +134,7 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
         weights,
         make_rotary_tables(config, job.max_model_len, device.torch_device),
         workspace,
-        Products(
-            workspace,
-            plans.choose,
-            use_pdl=device.has_dependent_launch,
-            shared_sums=make_shared_sums(place) if device.has_dependent_launch else None,
-        ),
+        Products(workspace, plans.choose, use_pdl=device.has_dependent_launch),
         attention,
         use_pdl=device.has_dependent_launch,
     )

@@ -12,7 +12,7 @@ from pdserve.config.model import ModelConfig
 from pdserve.cuda.workspace import Workspace
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import ROW_BUCKETS
-from pdserve.kernels.small_product import SharedSums, small_product
+from pdserve.kernels.small_product import small_product
 
 
 class PlanChooser(Protocol):
@@ -44,26 +44,11 @@ def max_product_bytes(
 class Products:
     """Computes x @ weight^T into the workspace."""
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        choose: PlanChooser,
-        *,
-        use_pdl: bool,
-        shared_sums: SharedSums | None,
-    ) -> None:
-        """Keeps them.
-
-        Args:
-            workspace: where outputs go.
-            choose: the plan of each product.
-            use_pdl: whether a product is launched before the kernel ahead has ended.
-            shared_sums: for plans with even shares; None where there is no such kernel.
-        """
+    def __init__(self, workspace: Workspace, choose: PlanChooser, *, use_pdl: bool) -> None:
+        """Keeps them."""
         self._workspace = workspace
         self._choose = choose
         self._use_pdl = use_pdl
-        self._shared_sums = shared_sums
 
     def multiply(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Returns the product as sums [S, M, N] that the next kernel adds up.
@@ -79,7 +64,7 @@ class Products:
             shape = (plan.num_splits, num_rows, num_outputs)
             dtype = self._workspace.dtype if plan.num_splits == 1 else torch.float32
             out = self._workspace.product(shape, dtype)
-            self._multiply(x_MK, weight_NK, out, plan)
+            small_product(x_MK, weight_NK, out, plan, use_pdl=self._use_pdl)
         if bias_N is not None:
             out[0].add_(bias_N)
         return out
@@ -90,21 +75,9 @@ class Products:
         out = self._workspace.logits(num_rows)
         plan = self._choose(num_rows, vocab_size, x_MK.shape[1])
         if plan is not None:
-            self._multiply(x_MK, head_VK, out.unsqueeze(0), plan)
+            small_product(x_MK, head_VK, out.unsqueeze(0), plan, use_pdl=self._use_pdl)
         elif x_MK.dtype == torch.float32:
             torch.mm(x_MK, head_VK.t(), out=out)
         else:
             torch.mm(x_MK, head_VK.t(), out_dtype=torch.float32, out=out)
         return out
-
-    def _multiply(
-        self, x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan
-    ) -> None:
-        small_product(
-            x_MK,
-            weight_NK,
-            out_SMN,
-            plan,
-            use_pdl=self._use_pdl,
-            shared_sums=self._shared_sums,
-        )

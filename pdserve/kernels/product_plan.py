@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Literal, Self, get_args
 
-KernelName = Literal["streamed", "shared", "tiled", "row"]
+KernelName = Literal["streamed", "tiled", "row"]
 
 MAX_ROW_KERNEL_ROWS = 8
 
@@ -17,8 +17,8 @@ class ProductPlan:
     """
 
     kernel: KernelName
-    """streamed: Hopper's copy engine and tensor cores; shared: the same for 64 rows and more;
-    tiled: tensor cores through plain Triton; row: fused multiply-adds for at most 8 rows."""
+    """streamed: Hopper's copy engine and tensor cores; tiled: tensor cores through plain Triton;
+    row: fused multiply-adds for at most 8 rows."""
     num_splits: int
     """Parts of K that are summed apart, at least 1; the consumer adds them up in order."""
     block_n: int
@@ -30,8 +30,8 @@ class ProductPlan:
     num_warps: int
     """Warps of a program: a power of two, for the streamed kernel 4 or 8."""
     programs_per_sm: int | None = None
-    """This many persistent programs a multiprocessor: streamed ones take tiles in turn, shared ones
-    equal parts of all tiles' K, and one split comes out. None: one program a tile and split."""
+    """Streamed only: this many persistent programs a multiprocessor share the tiles in turn.
+    None: one program a tile."""
 
     def __post_init__(self) -> None:
         if self.kernel not in get_args(KernelName):
@@ -50,8 +50,6 @@ class ProductPlan:
             )
         if self.programs_per_sm is not None and self.programs_per_sm < 1:
             raise ValueError(f"programs_per_sm must be at least 1, got {self.programs_per_sm}")
-        if self.kernel == "shared" and self.programs_per_sm is not None and self.num_splits > 1:
-            raise ValueError(f"even shares have no splits, got {self.num_splits}")
         if self.kernel == "streamed" and (self.block_n < 16 * self.num_warps or self.num_warps < 4):
             raise ValueError(
                 "a streamed plan needs 4 or 8 warps and 16 outputs a warp, "

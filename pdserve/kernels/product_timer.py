@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pdserve.kernels.product_choices import ProductDevice
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import LayerShape, ProductTable, measure_table
-from pdserve.kernels.small_product import make_shared_sums, small_product
+from pdserve.kernels.small_product import small_product
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,6 @@ class ProductTimer:
         self._weights = weights
         self._head = head
         self._use_pdl = use_pdl
-        self._shared_sums = make_shared_sums(weights[head][0].device) if use_pdl else None
 
     def compile(self, wanted: Iterable[tuple[LayerShape, int, ProductPlan]]) -> None:
         """Compiles kernels side by side, by launching each; Triton keeps them on disk."""
@@ -154,14 +153,7 @@ class ProductTimer:
         self, x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan | None
     ) -> None:
         if plan is not None:
-            small_product(
-                x_MK,
-                weight_NK,
-                out_SMN,
-                plan,
-                use_pdl=self._use_pdl,
-                shared_sums=self._shared_sums,
-            )
+            small_product(x_MK, weight_NK, out_SMN, plan, use_pdl=self._use_pdl)
         elif out_SMN.dtype == weight_NK.dtype:
             torch.mm(x_MK, weight_NK.T, out=out_SMN[0])
         else:

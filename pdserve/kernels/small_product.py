@@ -6,7 +6,6 @@ up in the order of S, without atomics. A row's result depends on the plan, never
 rows. On Hopper the streamed kernel of `streamed_product` does the work.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, ProductPlan, pad_rows
-from pdserve.kernels.shared_product import shared_product_kernel
 from pdserve.kernels.streamed_product import streamed_product_kernel
 
 MAX_STREAMED_ROWS = 256  # columns of one tensor core instruction
@@ -26,28 +24,9 @@ MAX_RING_BYTES = 224 * 1024  # of 227 KiB of shared memory a multiprocessor of s
 MAX_SUMS_PER_THREAD = 128  # float32 accumulators; more of them would spill
 MAX_STREAMED_WARPS = 8
 MAX_TILED_ROWS = 128
-_ITEM_BYTES = 2  # of Hopper's operands here
-MIN_SHARED_ROWS = 64  # rows of a tile; one warp group's where they come first
-MAX_SHARED_SUMS = 32 * MAX_STREAMED_WARPS * MAX_SUMS_PER_THREAD  # of a multiprocessor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharedSums:
-    """Where programs that share a tile leave their sums. Launches of one stream may share it."""
-
-    sums: Tensor
-    """float32, one tile a program."""
-    flags: Tensor
-    """int32, one a program: 1 while its sums wait to be added; 0 between launches."""
-
-
-def make_shared_sums(device: torch.device) -> SharedSums:
-    """Returns room for as many programs as a device runs at a time."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return SharedSums(
-        sums=torch.empty(num_sms * MAX_SHARED_SUMS, dtype=torch.float32, device=device),
-        flags=torch.zeros(8 * num_sms, dtype=torch.int32, device=device),
-    )
+RING_ITEM_BYTES = 2
+COPY_ALIGNMENT_BYTES = 16
+MIN_BULK_ROWS = 64  # of a tile; a result of fewer is written quicker from registers
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_splits", "num_k_blocks"])
@@ -174,7 +153,6 @@ def small_product(
     plan: ProductPlan,
     *,
     use_pdl: bool = False,
-    shared_sums: SharedSums | None = None,
 ) -> None:
     """Computes x @ weight^T, cut up as `plan` says.
 
@@ -185,7 +163,6 @@ def small_product(
         plan: tiles, splits and the kernel.
         use_pdl: launches before the previous kernel of the stream has ended; it must have called
             `griddepcontrol.launch_dependents`, and only x may depend on it.
-        shared_sums: for plans of the shared kernel with even shares.
 
     Raises:
         ValueError: shapes, strides or dtypes do not go together, or the plan does not fit them.
@@ -193,9 +170,6 @@ def small_product(
     _check(x_MK, weight_NK, out_SMN, plan)
     if plan.kernel == "streamed":
         _launch_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl)
-        return
-    if plan.kernel == "shared":
-        _launch_shared(x_MK, weight_NK, out_SMN, plan, use_pdl, shared_sums)
         return
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
@@ -262,8 +236,8 @@ def _launch_streamed(
     if plan.programs_per_sm is not None:
         num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
         num_programs = min(num_units, plan.programs_per_sm * num_sms)
-    has_bulk_store = num_programs == num_units and _can_store_in_ring(
-        out_SMN, block_m, plan, num_stages
+    has_bulk_store = num_programs == num_units and _can_store_in_bulk(
+        out_SMN, plan, block_m, num_stages
     )
     x_desc = _describe_rows(x_MK, block_m, plan.block_k, layout)
     streamed_product_kernel[(num_programs,)](
@@ -288,79 +262,15 @@ def _launch_streamed(
     )
 
 
-def _launch_shared(
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    out_SMN: Tensor,
-    plan: ProductPlan,
-    use_pdl: bool,
-    shared_sums: SharedSums | None,
-) -> None:
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = weight_NK.shape[0]
-    block_m = pad_rows(
-        num_rows, MIN_SHARED_ROWS, min(MAX_STREAMED_ROWS, MAX_SHARED_SUMS // plan.block_n)
+def _can_store_in_bulk(out_SMN: Tensor, plan: ProductPlan, block_m: int, num_stages: int) -> bool:
+    """Returns True if the copy engine can write the result, from where the ring has been."""
+    item_bytes = out_SMN.element_size()
+    ring_bytes = num_stages * max(plan.block_n, block_m) * plan.block_k * RING_ITEM_BYTES
+    return (
+        block_m >= MIN_BULK_ROWS
+        and plan.block_n * block_m * item_bytes <= ring_bytes
+        and out_SMN.shape[2] * item_bytes % COPY_ALIGNMENT_BYTES == 0
     )
-    stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
-    is_shared = plan.programs_per_sm is not None
-    has_bulk_store = _can_store_in_bulk(out_SMN)
-    tile_bytes = plan.block_n * block_m * out_SMN.element_size() if has_bulk_store else 0
-    ring_bytes = MAX_RING_BYTES // (plan.programs_per_sm or 1)
-    if is_shared:
-        if ring_bytes - tile_bytes < 2 * stage_bytes:
-            has_bulk_store, tile_bytes = False, 0
-        ring_bytes -= tile_bytes
-    num_stages = min(plan.num_stages, ring_bytes // stage_bytes)
-    if not is_shared:
-        has_bulk_store = _can_store_in_ring(out_SMN, block_m, plan, num_stages)
-    num_warps = max(plan.num_warps, plan.block_n * block_m // (32 * MAX_SUMS_PER_THREAD))
-    num_warps = min(num_warps, (block_m if plan.block_n > block_m else plan.block_n) // 16)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    num_m_tiles = triton.cdiv(num_rows, block_m)
-    num_k_blocks = triton.cdiv(num_inputs, plan.block_k)
-    num_tiles = triton.cdiv(num_outputs, plan.block_n) * num_m_tiles
-    num_programs = num_tiles * plan.num_splits
-    if plan.programs_per_sm is not None:
-        if shared_sums is None:
-            raise ValueError("even shares need shared_sums")
-        num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
-        num_programs = min(plan.programs_per_sm * num_sms, num_tiles * num_k_blocks)
-    x_desc = _describe_rows(x_MK, block_m, plan.block_k, layout)
-    shared_product_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(weight_NK, [plan.block_n, plan.block_k], layout),
-        x_desc,
-        _describe_out(out_SMN, block_m, plan.block_n) if has_bulk_store else x_desc,
-        out_SMN,
-        out_SMN if shared_sums is None else shared_sums.sums,
-        out_SMN if shared_sums is None else shared_sums.flags,
-        num_rows,
-        num_outputs,
-        plan.num_splits,
-        num_k_blocks,
-        num_m_tiles,
-        num_tiles * num_k_blocks,
-        BLOCK_N=plan.block_n,
-        BLOCK_M=block_m,
-        BLOCK_K=plan.block_k,
-        NUM_STAGES=num_stages,
-        HAS_BULK_STORE=has_bulk_store,
-        IS_SHARED=is_shared,
-        USE_PDL=use_pdl,
-        num_warps=num_warps,
-        launch_pdl=use_pdl,
-    )
-
-
-def _can_store_in_bulk(out_SMN: Tensor) -> bool:
-    """Returns True if rows of the result start where the copy engine can write."""
-    return (out_SMN.shape[2] * out_SMN.element_size()) % 16 == 0
-
-
-def _can_store_in_ring(out_SMN: Tensor, block_m: int, plan: ProductPlan, num_stages: int) -> bool:
-    """Returns True if a tile of the result fits where weights or rows, the wider, have been."""
-    tile_bytes = plan.block_n * block_m * out_SMN.element_size()
-    widest_bytes = num_stages * max(plan.block_n, block_m) * plan.block_k * _ITEM_BYTES
-    return _can_store_in_bulk(out_SMN) and tile_bytes <= widest_bytes
 
 
 def _describe_rows(

@@ -41,16 +41,18 @@ def _locate(unit, num_m_tiles, num_splits, num_k_blocks):
 
 
 @gluon.jit
-def store_tile(out_desc, tile, acc, split, m_begin, n_begin, has_rows_first: gl.constexpr):
-    """Writes sums through shared memory: registers hold but a few bytes of a line each."""
-    flat = tile.reshape([tile.shape[1], tile.shape[2]])
-    if has_rows_first:
-        flat.store(acc.to(out_desc.dtype))
-    else:
-        flat.permute((1, 0)).store(acc.to(out_desc.dtype))
+def _store_tile(out_desc, ring, acc, split, m_begin, n_begin):
+    """Writes sums through shared memory: registers of a warp hold but a piece of each line."""
+    BLOCK_N: gl.constexpr = acc.shape[0]
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    tile = ring._reinterpret(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)
+    # all warps have read the last tiles of the ring
+    gl.thread_barrier()
+    tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).store(acc.to(out_desc.dtype))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(out_desc, [split, m_begin, n_begin], tile)
+    tma.store_wait(0)
 
 
 @gluon.jit(
@@ -186,11 +188,9 @@ def streamed_product_kernel(
                 phase ^= 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if HAS_BULK_STORE:
-            # The only unit of this program: its ring is free, and lines are written whole.
+            # The only unit of this program: nothing else will be loaded into its ring.
             ring = weights if BLOCK_N > BLOCK_M else rows
-            tile = ring._reinterpret(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)
-            store_tile(out_desc, tile, acc, split, m_tile * BLOCK_M, n_tile * BLOCK_N, False)
-            tma.store_wait(0)
+            _store_tile(out_desc, ring, acc, split, m_tile * BLOCK_M, n_tile * BLOCK_N)
         else:
             n = n_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
             m = m_tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
