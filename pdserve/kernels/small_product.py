@@ -12,10 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pdserve.kernels.copy_engine import (
+    can_store_in_bulk,
+    describe_result,
+    describe_rows,
+    describe_weights,
+)
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, ProductPlan, pad_rows
 from pdserve.kernels.streamed_product import streamed_product_kernel
 
@@ -24,9 +28,6 @@ MAX_RING_BYTES = 224 * 1024  # of 227 KiB of shared memory a multiprocessor of s
 MAX_SUMS_PER_THREAD = 128  # float32 accumulators; more of them would spill
 MAX_STREAMED_WARPS = 8
 MAX_TILED_ROWS = 128
-RING_ITEM_BYTES = 2
-COPY_ALIGNMENT_BYTES = 16
-MIN_BULK_ROWS = 64  # of a tile; a result of fewer is written quicker from registers
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_splits", "num_k_blocks"])
@@ -229,21 +230,20 @@ def _launch_streamed(
     stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
     num_stages = min(plan.num_stages, MAX_RING_BYTES // stage_bytes)
     num_warps = max(plan.num_warps, plan.block_n * block_m // (32 * MAX_SUMS_PER_THREAD))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     num_m_tiles = triton.cdiv(num_rows, block_m)
     num_units = triton.cdiv(num_outputs, plan.block_n) * plan.num_splits * num_m_tiles
     num_programs = num_units
     if plan.programs_per_sm is not None:
         num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
         num_programs = min(num_units, plan.programs_per_sm * num_sms)
-    has_bulk_store = num_programs == num_units and _can_store_in_bulk(
+    has_bulk_store = num_programs == num_units and can_store_in_bulk(
         out_SMN, plan, block_m, num_stages
     )
-    x_desc = _describe_rows(x_MK, block_m, plan.block_k, layout)
+    x_desc = describe_rows(x_MK, block_m, plan.block_k)
     streamed_product_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(weight_NK, [plan.block_n, plan.block_k], layout),
+        describe_weights(weight_NK, plan.block_n, plan.block_k),
         x_desc,
-        _describe_out(out_SMN, block_m, plan.block_n) if has_bulk_store else x_desc,
+        describe_result(out_SMN, block_m, plan.block_n) if has_bulk_store else x_desc,
         out_SMN,
         num_rows,
         num_outputs,
@@ -260,35 +260,6 @@ def _launch_streamed(
         num_warps=num_warps,
         launch_pdl=use_pdl,
     )
-
-
-def _can_store_in_bulk(out_SMN: Tensor, plan: ProductPlan, block_m: int, num_stages: int) -> bool:
-    """Returns True if the copy engine can write the result, from where the ring has been."""
-    item_bytes = out_SMN.element_size()
-    ring_bytes = num_stages * max(plan.block_n, block_m) * plan.block_k * RING_ITEM_BYTES
-    return (
-        block_m >= MIN_BULK_ROWS
-        and plan.block_n * block_m * item_bytes <= ring_bytes
-        and out_SMN.shape[2] * item_bytes % COPY_ALIGNMENT_BYTES == 0
-    )
-
-
-def _describe_rows(
-    x_MK: Tensor, block_m: int, block_k: int, layout: gl.NVMMASharedLayout
-) -> TensorDescriptor:
-    """Describes whole tiles where memory goes on behind the rows: the rest is never written."""
-    num_rows, num_inputs = x_MK.shape
-    whole = triton.cdiv(num_rows, block_m) * block_m
-    end = x_MK.storage_offset() + (whole - 1) * x_MK.stride(0) + num_inputs
-    if end * x_MK.element_size() <= x_MK.untyped_storage().nbytes():
-        x_MK = x_MK.as_strided((whole, num_inputs), x_MK.stride())
-    return TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)
-
-
-def _describe_out(out_SMN: Tensor, block_m: int, block_n: int) -> TensorDescriptor:
-    bits = 8 * out_SMN.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=3)
-    return TensorDescriptor.from_tensor(out_SMN, [1, block_m, block_n], layout)
 
 
 def _check(x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan) -> None:

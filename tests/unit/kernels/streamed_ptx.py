@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pdserve.kernels.small_product import MIN_BULK_ROWS
+from pdserve.kernels.copy_engine import MIN_BULK_ROWS
 from pdserve.kernels.streamed_product import streamed_product_kernel
 
 INTEGERS = (
