@@ -9,6 +9,7 @@ captured to see what one costs.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,7 +27,7 @@ from pdserve.cuda.tensor_ranks import MAX_RING_ROWS, MemoryKind, TensorRanks, co
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
-from pdserve.kernels import decode_attention, prefill_attention
+from pdserve.kernels import decode_scratch, prefill_attention
 from pdserve.models.llama import narrow_config
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
@@ -57,6 +58,10 @@ class EngineParts:
 class CudaBackend:
     """The `Backend` of a GPU."""
 
+    def __init__(self, cache: Path | None) -> None:
+        """Takes the folder of what is kept from start to start; None keeps nothing."""
+        self._cache = cache
+
     def load(self, job: LoadJob, clock: Clock, report: ReportPhase) -> LoadedParts:
         """Loads weights, captures graphs and allocates KV.
 
@@ -67,7 +72,7 @@ class CudaBackend:
         _check(job)
         device = Device(torch.device("cuda"))
         free_at_start = device.free_bytes()
-        parts = make_parts(job, device, clock, report)
+        parts = make_parts(job, device, clock, report, cache=self._cache)
         num_blocks = _fit_kv(job, parts, free_at_start, clock, report)
         started_s = clock.now()
         kv = KvTensors(job.geometry, num_blocks, job.part, device.torch_device)
@@ -95,6 +100,8 @@ def make_parts(
     clock: Clock,
     report: ReportPhase,
     memory_kind: MemoryKind | None = None,
+    *,
+    cache: Path | None = None,
 ) -> EngineParts:
     """Loads weights, chooses products and allocates buffers.
 
@@ -104,6 +111,7 @@ def make_parts(
         clock: of the phases.
         report: takes them.
         memory_kind: how ranks share memory; None: between GPUs.
+        cache: folder of product tables; None keeps none.
     """
     started_s = clock.now()
     dtype, engine, config = TORCH_DTYPES[job.engine.dtype], job.engine, job.model
@@ -118,7 +126,7 @@ def make_parts(
     device.synchronize()
     report("load weights", clock.now() - started_s, f"{engine.dtype} on {device.name}")
     started_s = clock.now()
-    plans = choose_plans(weights, device, is_fixed=engine.deterministic)
+    plans = choose_plans(weights, device, is_fixed=engine.deterministic, cache=cache)
     report("choose products", clock.now() - started_s, plans.summary)
     limits = InputLimits(
         max_rows=max(engine.max_num_batched_tokens, engine.max_num_seqs),
@@ -139,7 +147,7 @@ def make_parts(
         max_splits = max(2, -(-job.max_model_len // split_tokens))
     heads, head_dim, place = config.num_heads, config.head_dim, device.torch_device
     attention = AttentionRoom(
-        decode_attention.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
+        decode_scratch.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
         prefill_attention.make_scratch(SPLIT_ROWS, heads, head_dim, 1, place),
         block_size=engine.block_size,
         head_dim=head_dim,
