@@ -125,7 +125,7 @@ class Bench:
             shard=None,
             max_model_len=config.max_position,
         )
-        loaded = CudaBackend().load(job, MonotonicClock(), self._report)
+        loaded = CudaBackend(cache=None).load(job, MonotonicClock(), self._report)
         runner = loaded.make_runner(None, None)
         assert isinstance(runner, CudaRunner)
         runner.warm_up()

@@ -10,6 +10,8 @@ from pdserve.errors import ConfigError
 from pdserve.request import Role
 
 DEVICE_FOLDER = Path("/dev")
+WSL_DEVICE = "dxg"
+"""All GPUs of a Windows host, which have no files of their own."""
 _DEVICE_FILE = re.compile(r"nvidia(\d+)")
 
 
@@ -60,3 +62,17 @@ def check_gpus(role: Role, engine: EngineConfig, gpus: Sequence[str]) -> None:
     )
     found = f"{len(gpus)} ({', '.join(gpus)})" if gpus else "none (CUDA_VISIBLE_DEVICES names them)"
     raise ConfigError(f"device cuda: a {role} replica needs {ranks}; this machine shows {found}")
+
+
+def check_has_gpu(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> None:
+    """Refuses a machine where `--device cuda` cannot work; what else CUDA lacks, replicas tell.
+
+    Raises:
+        ConfigError: there is no GPU, or none is visible.
+    """
+    if find_gpus(visible, device_folder):
+        return
+    if visible is not None:
+        raise ConfigError("--device cuda needs a GPU, but CUDA_VISIBLE_DEVICES shows none")
+    if not (device_folder / WSL_DEVICE).exists():
+        raise ConfigError("--device cuda needs a GPU, and this machine has none")

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from launcher.gpus import check_gpus, find_gpus, pick_gpus
+from launcher.gpus import check_gpus, check_has_gpu, find_gpus, pick_gpus
 from launcher.model_source import resolve_model
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Member, Scale, plan_size
@@ -131,8 +131,11 @@ class Supervisor:
 
     def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
         config = self._config
+        if config.engine.device == "cuda" and isinstance(self._place, LocalPlace):
+            check_has_gpu(read_visible_gpus())
         for role, engine in ((Role.PREFILL, config.engine), (Role.DECODE, config.decode_engine)):
-            if role is Role.DECODE or config.num_prefill:
+            # GPUs of a Windows host are there, but have no files to count.
+            if self._gpus and (role is Role.DECODE or config.num_prefill):
                 check_gpus(role, engine, self._gpus)
         check_port_is_free(resolve_host(config.host), self._ports.grpc)
         if not config.no_http:

@@ -11,6 +11,7 @@ import typer
 from launcher.local_pool import LocalCluster
 from launcher.place import Place
 from launcher.ray_pool import RayConfig, RayPlace
+from pdserve import line_output
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import (
     DEVICE_DEFAULTS,
@@ -317,7 +318,7 @@ def describe(cluster: LocalCluster) -> list[str]:
 
 def write_line(line: str) -> None:
     """Writes one line to stderr; stdout stays free."""
-    sys.stderr.write(f"{line}\n")
+    line_output.write_line(sys.stderr, line)
 
 
 def _size(text: str | None, flag: str) -> int | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.config.engine import EngineConfig
+from pdserve.config.load import cache_folder
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.layers.parallel import Shard
@@ -107,7 +108,7 @@ def choose_backend(engine: EngineConfig) -> Backend:
     # Imported here: it needs Triton, which only machines with a GPU must have.
     from pdserve.cuda.backend import CudaBackend
 
-    return CudaBackend()
+    return CudaBackend(cache_folder() / "products")
 
 
 def make_device_shard(config: ModelConfig, geometry: KvGeometry, rank: int) -> Shard:

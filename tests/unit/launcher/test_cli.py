@@ -75,6 +75,17 @@ def test_server_that_is_not_there_is_one_line_and_status_1(
     assert error == f"pdserve: nobody serves at {argv[2]}\n"
 
 
+def test_cuda_without_a_gpu_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    argv = ["serve", "x", "--device", "cuda", "--port", "0", "--http-port", "0"]
+    assert run_command(argv) == 2
+    assert capsys.readouterr().err == (
+        "pdserve: --device cuda needs a GPU, but CUDA_VISIBLE_DEVICES shows none\n"
+    )
+
+
 def test_variable_stands_in_for_a_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

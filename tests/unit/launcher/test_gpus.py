@@ -2,7 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.gpus import check_gpus, find_gpus, pick_gpus
+from launcher.gpus import check_gpus, check_has_gpu, find_gpus, pick_gpus
+from launcher.local_pool import LocalCluster
+from launcher.redis_server import RedisServer
+from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import DeviceKind, EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
@@ -61,3 +64,35 @@ def test_a_machine_without_a_gpu_is_refused_unless_the_cpu_computes() -> None:
     with pytest.raises(ConfigError, match="a prefill replica needs a GPU; this machine shows none"):
         check_gpus(Role.PREFILL, engine(), ())
     check_gpus(Role.PREFILL, engine(2, 2, device="cpu"), ())
+
+
+def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="this machine has none"):
+        check_has_gpu(None, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    check_has_gpu(None, tmp_path)
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES shows none"):
+        check_has_gpu("", tmp_path)
+
+
+def test_gpus_of_a_windows_host_have_no_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "dxg").touch()
+    check_has_gpu(None, tmp_path)
+
+
+def test_cuda_without_a_gpu_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_start(self: RedisServer) -> None:
+        raise AssertionError("Redis was started")
+
+    monkeypatch.setattr(RedisServer, "start", refuse_start)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # The model is not there either: that would be told next.
+    engine = EngineConfig(model=str(tmp_path / "absent"), device="cuda")
+    lines: list[str] = []
+    cluster = LocalCluster(ClusterConfig(engine=engine), report=lines.append)
+    with pytest.raises(ConfigError, match="--device cuda needs a GPU"):
+        cluster.start()
+    assert lines == []
+    assert cluster.pids() == ()
