@@ -104,7 +104,7 @@ def _load(engine: EngineConfig, rank: int, folder: Path, report: ReportPhase) ->
         max_model_len=config.max_position,
         exchange=RankExchange(store, rank, geometry.num_ranks),
     )
-    return CudaBackend().load(job, MonotonicClock(), report)
+    return CudaBackend(None).load(job, MonotonicClock(), report)
 
 
 def _settle(loaded: LoadedParts, engine: EngineConfig, rank: int) -> None:

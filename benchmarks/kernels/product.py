@@ -291,6 +291,7 @@ def main() -> None:
                 )
                 for shape in LLAMA_8B
             },
+            head=LayerShape(num_outputs=128256, num_inputs=4096),
             use_pdl=True,
             cache=None,
             is_deterministic=False,

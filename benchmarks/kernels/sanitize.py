@@ -25,6 +25,9 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
+import torch
+import triton
+
 from benchmarks.kernels.sanitize_calls import CALLS
 
 TOOLS = ("memcheck", "racecheck")
@@ -121,6 +124,24 @@ def build_control(folder: Path) -> list[str] | None:
     return [str(folder / "wrong")]
 
 
+def to_json(verdicts: list[Verdict], controls: list[Verdict]) -> dict[str, object]:
+    """Returns what was found, and the output of what is not clean."""
+
+    def rows(found: list[Verdict]) -> list[dict[str, object]]:
+        return [
+            asdict(one) | {"output": "" if one.is_clean else one.output[-4000:]} for one in found
+        ]
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "kernels": rows(verdicts),
+        "wrong_program": rows(controls),
+    }
+
+
 def report(verdicts: list[Verdict], controls: list[Verdict]) -> bool:
     """Prints the table and what was found; returns whether all is as it must be."""
     for name in dict.fromkeys(one.name for one in verdicts):
@@ -168,8 +189,7 @@ def main() -> int:
     if wrong is None:
         print("no nvcc: whether the tools find anything was not tried")
     if arguments.json is not None:
-        rows = [asdict(one) | {"output": one.output[-4000:]} for one in (*verdicts, *controls)]
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        arguments.json.write_text(json.dumps(to_json(verdicts, controls), indent=1))
     return 0 if report(verdicts, controls) else 1
 
 

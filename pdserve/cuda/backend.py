@@ -24,11 +24,11 @@ from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.stages import DeviceStages, StageRoom, connect_device_stages
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
-from pdserve.cuda.tensor_ranks import MemoryKind, TensorRanks, connect_tensor_ranks
+from pdserve.cuda.tensor_ranks import MAX_RING_ROWS, MemoryKind, TensorRanks, connect_tensor_ranks
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
-from pdserve.kernels import decode_attention, prefill_attention
+from pdserve.kernels import decode_scratch, prefill_attention
 from pdserve.models.llama import narrow_config
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
@@ -120,7 +120,7 @@ def make_parts(
         clock: of the phases.
         report: takes them.
         memory_kind: how ranks share memory; None: between GPUs.
-        cache: where measured product tables are kept.
+        cache: folder of product tables; None keeps none.
     """
     started_s = clock.now()
     dtype, engine, config = TORCH_DTYPES[job.engine.dtype], job.engine, job.model
@@ -156,7 +156,7 @@ def make_parts(
         max_splits = max(2, -(-job.max_model_len // split_tokens))
     heads, head_dim, place = config.num_heads, config.head_dim, device.torch_device
     attention = AttentionRoom(
-        decode_attention.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
+        decode_scratch.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
         prefill_attention.make_scratch(SPLIT_ROWS, heads, head_dim, 1, place),
         block_size=engine.block_size,
         head_dim=head_dim,
@@ -299,11 +299,20 @@ def _connect_ranks(
     first = shard.part.stage * shard.tensor_parallel
     # Room for the activations of the largest step, and for a row of logits at the least.
     num_bytes = max(
-        limits.max_rows * config.hidden_size * TORCH_DTYPES[job.engine.dtype].itemsize,
+        min(limits.max_rows, MAX_RING_ROWS)
+        * config.hidden_size
+        * TORCH_DTYPES[job.engine.dtype].itemsize,
         (config.vocab_size // shard.tensor_parallel + 4) * torch.float32.itemsize,
     )
     members = range(first, first + shard.tensor_parallel)
-    return connect_tensor_ranks(job.exchange, members, num_bytes, device, memory_kind)
+    return connect_tensor_ranks(
+        job.exchange,
+        members,
+        num_bytes,
+        device,
+        memory_kind,
+        is_deterministic=job.engine.deterministic,
+    )
 
 
 def _connect_stages(

@@ -179,8 +179,8 @@ class CudaModel:
     def _embed(self, rows: StepRows, gain_E: Tensor, buffers: RowBuffers) -> None:
         """Embeds, and norms for the first layer.
 
-        Launched when all before it has ended: later kernels read tables and lengths before they
-        wait.
+        Launched when all before it has ended: later kernels read tables, lengths and KV of earlier
+        steps before they wait.
         """
         weights, epsilon = self._weights, self.config.rms_norm_eps
         residual, normed = buffers.residual_ME, buffers.normed_ME

@@ -43,6 +43,7 @@ def choose_plans(
         return ProductPlans(choose=_library, summary="library")
     table = make_product_table(
         by_shape,
+        head=head,
         use_pdl=device.has_dependent_launch,
         cache=cache,
         is_deterministic=is_fixed,

@@ -16,6 +16,7 @@ from pdserve.kernels.peer_ring import (
     SLOT,
     PeerRing,
     end_round,
+    find_part,
     receive_values,
     send_values,
 )
@@ -117,19 +118,9 @@ def gather_kernel(
             if sender == RANK:
                 bits = own
             else:
-                bits = receive_values(
-                    rings[RANK],
-                    slot,
-                    sender_values,
-                    row * max_columns + columns,
-                    is_sent,
-                    state_ptr,
-                    max_polls,
-                    sender,
-                    RANK,
-                    NUM_RANKS,
-                    EMPTY_WORD,
-                )
+                part = find_part(slot, sender_values, sender, RANK, NUM_RANKS)
+                at = rings[RANK] + part + row * max_columns + columns
+                bits = receive_values(at, is_sent, state_ptr, max_polls, EMPTY_WORD)
             first = sender * least_columns + tl.minimum(sender, num_longer)
             tl.store(out_ptr + row * out_stride + first + columns, bits, mask=is_sent)
         own = following

@@ -19,10 +19,43 @@ from pdserve.kernels.peer_ring import (
     SLOT,
     PeerRing,
     end_round,
+    find_part,
     pack_values,
     receive_values,
     send_values,
 )
+
+
+@triton.jit
+def sum_parts(
+    x_ptr,
+    row,
+    mask,
+    x_stride_s,
+    x_stride_m,
+    NUM_SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_NARROW: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Returns a row of this rank as it is sent."""
+    at = x_ptr + row * x_stride_m + tl.arange(0, BLOCK_E)
+    total = tl.load(at, mask=mask, other=0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(at + split * x_stride_s, mask=mask, other=0).to(tl.float32)
+    return pack_values(total, DTYPE, IS_NARROW)
+
+
+@triton.jit
+def norm_row(total, residual_at, weight, out_at, is_inside, num_columns, epsilon):
+    """Stores a row of the residual stream and its norm."""
+    rounded = total.to(residual_at.dtype.element_ty)
+    tl.store(residual_at, rounded, mask=is_inside)
+    # The norm of what was stored, so that a later reader of the residual sees the same.
+    total = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / num_columns + epsilon)
+    out = total * scale * weight
+    tl.store(out_at, out.to(out_at.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -47,11 +80,9 @@ def send_row(
     columns = tl.arange(0, BLOCK_E)
     mask = (columns < num_columns) & (row < num_rows)
     row = tl.cast(row, tl.int64)
-    at = x_ptr + row * x_stride_m + columns
-    total = tl.load(at, mask=mask, other=0).to(tl.float32)
-    for split in tl.static_range(1, NUM_SPLITS):
-        total += tl.load(at + split * x_stride_s, mask=mask, other=0).to(tl.float32)
-    bits = pack_values(total, DTYPE, IS_NARROW)
+    bits = sum_parts(
+        x_ptr, row, mask, x_stride_s, x_stride_m, NUM_SPLITS, DTYPE, IS_NARROW, BLOCK_E
+    )
     places = row * num_columns + columns
     send_values(rings, bits, slot, sender_values, places, mask, RANK, NUM_RANKS)
     return bits
@@ -92,19 +123,9 @@ def receive_row(
         if sender == RANK:
             bits = own
         else:
-            bits = receive_values(
-                rings[RANK],
-                slot,
-                sender_values,
-                row * num_columns + columns,
-                is_inside,
-                state_ptr,
-                max_polls,
-                sender,
-                RANK,
-                NUM_RANKS,
-                EMPTY,
-            )
+            part = find_part(slot, sender_values, sender, RANK, NUM_RANKS)
+            at = rings[RANK] + part + row * num_columns + columns
+            bits = receive_values(at, is_inside, state_ptr, max_polls, EMPTY)
         added += bits.to(DTYPE, bitcast=True).to(tl.float32)
     if HAS_RESIDUAL:
         added = residual + added

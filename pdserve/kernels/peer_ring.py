@@ -97,21 +97,8 @@ def send_values(
 
 
 @triton.jit
-def receive_values(
-    ring_ptr,
-    slot,
-    sender_values,
-    places,
-    mask,
-    state_ptr,
-    max_polls,
-    SENDER: tl.constexpr,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    EMPTY: tl.constexpr,
-):
+def receive_values(at, mask, state_ptr, max_polls, EMPTY: tl.constexpr):
     """Waits for what a rank sends; what is missing in the end is EMPTY."""
-    at = ring_ptr + find_part(slot, sender_values, SENDER, RANK, NUM_RANKS) + places
     bits = tl.load(at, mask=mask, other=0, volatile=True)
     num_missing = tl.max((bits == EMPTY).to(tl.int32), axis=0)
     num_polls = 0

@@ -96,15 +96,18 @@ class ProductTimer:
         self,
         weights: Mapping[LayerShape, Sequence[Tensor]],
         *,
+        head: LayerShape,
         use_pdl: bool,
     ) -> None:
         """Keeps the weights until the timer is dropped.
 
         Args:
             weights: of each shape, one or more layers.
+            head: the shape whose products are logits, float32.
             use_pdl: whether products will be launched before the previous kernel has ended.
         """
         self._weights = weights
+        self._head = head
         self._use_pdl = use_pdl
 
     def compile(self, wanted: Iterable[tuple[LayerShape, int, ProductPlan]]) -> None:
@@ -127,10 +130,7 @@ class ProductTimer:
 
         def launch() -> None:
             for weight in launches:
-                if plan is None:
-                    torch.mm(x, weight.T, out=out[0])
-                else:
-                    small_product(x, weight, out, plan, use_pdl=self._use_pdl)
+                self._multiply(x, weight, out, plan)
                 _renew_rows(out, x, use_pdl=self._use_pdl)
 
         return 1000 * time_graph(launch) / len(launches)
@@ -143,20 +143,31 @@ class ProductTimer:
             num_rows,
             shape.num_outputs,
             device=weight.device,
-            dtype=torch.float32 if num_splits > 1 else weight.dtype,
+            dtype=torch.float32 if num_splits > 1 or shape == self._head else weight.dtype,
         )
+
+    def _multiply(
+        self, x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan | None
+    ) -> None:
+        if plan is not None:
+            small_product(x_MK, weight_NK, out_SMN, plan, use_pdl=self._use_pdl)
+        elif out_SMN.dtype == weight_NK.dtype:
+            torch.mm(x_MK, weight_NK.T, out=out_SMN[0])
+        else:
+            torch.mm(x_MK, weight_NK.T, out_dtype=out_SMN.dtype, out=out_SMN[0])
 
     def _launch_once(self, item: tuple[LayerShape, int, ProductPlan]) -> None:
         shape, num_rows, plan = item
         weight = self._weights[shape][0]
         x = torch.zeros(num_rows, shape.num_inputs, device=weight.device, dtype=weight.dtype)
         out = self._make_out(shape, num_rows, plan)
-        small_product(x, weight, out, plan, use_pdl=self._use_pdl)
+        self._multiply(x, weight, out, plan)
 
 
 def make_product_table(
     weights: Mapping[LayerShape, Sequence[Tensor]],
     *,
+    head: LayerShape,
     use_pdl: bool,
     cache: Path | None,
     is_deterministic: bool,
@@ -165,6 +176,7 @@ def make_product_table(
 
     Args:
         weights: of each shape, the layers' weights on the device.
+        head: the shape whose products are logits, float32.
         use_pdl: whether products will be launched before the previous kernel has ended.
         cache: folder of tables of earlier starts; read if one fits, else written.
         is_deterministic: one plan a shape for all batches, nothing measured.
@@ -186,7 +198,7 @@ def make_product_table(
     known = None if path is None else read_table(path, name, weights)
     if known is not None:
         return known
-    timer = ProductTimer(weights, use_pdl=use_pdl)
+    timer = ProductTimer(weights, head=head, use_pdl=use_pdl)
     timer.compile(
         (shape, num_rows, plan)
         for shape in weights

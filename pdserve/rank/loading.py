@@ -108,7 +108,7 @@ def choose_backend(engine: EngineConfig) -> Backend:
     # Imported here: it needs Triton, which only machines with a GPU must have.
     from pdserve.cuda.backend import CudaBackend
 
-    return CudaBackend(cache_folder())
+    return CudaBackend(cache_folder() / "products")
 
 
 def make_device_shard(config: ModelConfig, geometry: KvGeometry, rank: int) -> Shard:

@@ -10,6 +10,7 @@ from pdserve.config.shape import split_evenly
 from pdserve.kernels.all_gather import gather_over_ranks
 from pdserve.kernels.all_reduce import add_norm_over_ranks
 from pdserve.kernels.peer_ring import EMPTY_WORD, NUM_SLOTS, NUM_STATE_WORDS, PeerRing
+from pdserve.kernels.two_shot import add_norm_in_two_shots
 
 EPSILON = 1e-5
 WORDS = 4096
@@ -152,4 +153,34 @@ def test_columns_of_ranks_come_side_by_side(num_rows: int, width: int, num_ranks
     out = torch.full_like(whole, torch.nan)
     gather_over_ranks(own, out, ring)
     assert torch.equal(out, whole)
+    assert not ring.failed.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_rows", "rank"), [(3, 0), (7, 1), (8, 2)])
+def test_in_two_shots_rows_are_summed_by_their_owner_and_come_from_others(
+    dtype: torch.dtype, num_rows: int, rank: int
+) -> None:
+    ring = make_ring(rank, 3, max_programs=2)
+    parts = [randn(2, num_rows, 50, seed=seed) for seed in range(3)]
+    rounded = [part.sum(0).to(dtype) for part in parts]
+    sums = sum(part.float() for part in rounded).to(dtype)
+    residual = randn(num_rows, 50, seed=9).to(dtype)
+    owners = torch.arange(num_rows) * 3 // num_rows
+    for sender in {0, 1, 2} - {rank}:
+        sent = torch.zeros(num_rows, 50, dtype=dtype)
+        sent[owners == rank] = rounded[sender][owners == rank]
+        sent[owners == sender] = sums[owners == sender]
+        put(ring, sender, sent, 0)
+    made, out = residual.clone(), torch.full_like(residual, torch.nan)
+    add_norm_in_two_shots(
+        parts[rank], made, torch.ones(50, dtype=dtype), out, ring, epsilon=EPSILON
+    )
+    assert torch.equal(made, (residual.float() + sums.float()).to(dtype))
+    scale = (made.float().square().mean(1, keepdim=True) + EPSILON).rsqrt()
+    torch.testing.assert_close(out.float(), made.float() * scale, atol=2e-3, rtol=2e-3)
+    for peer in {0, 1, 2} - {rank}:
+        told = part_of(ring, peer, rank, 0).view(dtype)[: num_rows * 50].view(num_rows, 50)
+        assert torch.equal(told[owners == rank], sums[owners == rank])
+        assert torch.equal(told[owners == peer], rounded[rank][owners == peer])
     assert not ring.failed.any()

@@ -223,18 +223,20 @@ async def test_C9_a_cancel_that_the_client_swallows_still_ends_the_task():
 
 async def test_a_call_made_while_its_task_ends_is_not_cut_short():
     answers: list[str] = []
+    begun = asyncio.Event()
 
     async def answer() -> str:
         return "left"
 
     async def leave_at_the_end() -> None:
+        begun.set()
         try:
             await asyncio.Event().wait()
         finally:
             answers.append(await heed_cancel(answer()))
 
     task = asyncio.create_task(leave_at_the_end())
-    await asyncio.sleep(0)
+    await begun.wait()
     task.cancel()
     await asyncio.wait({task}, timeout=5.0)
     assert answers == ["left"]
