@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kv_transfer.landing_ring import LandingRing
 from kv_transfer.links import Link, checksum
-from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
+from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
 from pdserve.rpc.v1 import link_pb2
 
 
@@ -52,7 +52,7 @@ class GlooReceiver:
                     arrived = None
                     continue
                 if notice.WhichOneof("notice") == "bye":
-                    raise PeerSaidBye
+                    take_bye(notice.bye)
                 if notice.WhichOneof("notice") != "frame_ready":
                     raise LinkBroken(f"{notice.WhichOneof('notice')} came instead of frame_ready")
                 ready = notice.frame_ready
