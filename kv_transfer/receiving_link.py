@@ -213,14 +213,16 @@ class ReceivingLink:
         link = Link.connect(self._channel, DECODE_MEMBER, self._me.host, timeout_s)
         try:
             link.watch(self._on_canary)
-            GlooReceiver(
+            receiver = GlooReceiver(
                 link=link,
                 ring=ring,
                 channel=self._channel,
                 timeout_s=self._config.frame_timeout_s,
                 has_ended=lambda: self.has_ended,
                 deliver=self._deliver,
-            ).run()
+            )
+            self._num_on_their_way = lambda: receiver.num_announced
+            receiver.run()
         except PeerSaidBye:
             self.end("the peer said goodbye", is_orderly=True)
         except LinkBroken as error:
