@@ -23,8 +23,8 @@ from prefill_worker.handoff import HandoffDesk
 from prefill_worker.scheduler import FirstSample, PrefillProgress, PrefillScheduler
 
 LINK_HEAD_START_S = 0.004
-"""Frames of 2,048 tokens take a link 1.2 ms by itself. Launching a prompt's kernels meanwhile, which
-takes 20 ms of Python, makes each of its steps wait for the interpreter (H200)."""
+"""Frames of 2,048 tokens take a link 1.2 ms by itself. Launching a prompt's kernels meanwhile takes
+20 ms of Python, and makes each of the link's steps wait for the interpreter (H200)."""
 MIN_TOKENS_BEHIND = 1024
 """So much in flight keeps the device at work until the launch that gave way is made."""
 
