@@ -17,9 +17,11 @@ from kv_transfer.protocol import Identity
 from kv_transfer.ranked_shipping import RankedUnloader
 from kv_transfer.receiver import LinkListener
 from kv_transfer.shipping import RankUnloader, Unloader
+from kv_transfer.spans import SpanUnloader, describe_event
 from kv_transfer.transport import FrameReceiver
 from pdserve.config.link_memory import link_slot_bytes, settle_frame_tokens
 from pdserve.config.worker import HandoffConfig
+from pdserve.engine.batch import lookahead_of
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import ReservationId, WorkerId
@@ -62,6 +64,7 @@ def build_engine(
         context.clock,
         max_waiting=config.max_waiting,
         max_local_prefill_tokens=config.max_local_prefill_tokens,
+        lookahead=lookahead_of(context.runner, context.geometry.pipeline_parallel),
     )
     me = Identity(
         worker_id=WorkerId(config.worker_id),
@@ -72,7 +75,9 @@ def build_engine(
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
     )
-    unloader = _make_unloader(context, RankUnloader(context.kv, links, device))
+    unloader = _note_spans(
+        context, _make_unloader(context, RankUnloader(context.kv, links, device))
+    )
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
@@ -125,5 +130,11 @@ def _make_unloader(context: RankContext, local: RankUnloader) -> Unloader:
     return RankedUnloader(local, context.followers.send, endpoints)
 
 
+def _note_spans(context: RankContext, unloader: Unloader) -> Unloader:
+    if context.spans is None:
+        return unloader
+    return SpanUnloader(unloader, context.spans, context.clock)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(_build, build_follower))
+    sys.exit(run_rank(_build, build_follower, describe_event))

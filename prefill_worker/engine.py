@@ -1,5 +1,6 @@
 """The turn of a prefill rank: queue, compute chunks, hand KV off, tell the router."""
 
+import math
 import time
 
 from kv_transfer import codec
@@ -7,7 +8,7 @@ from kv_transfer.events import FrameSent, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.figures import ledger_to_wire, load_to_wire
@@ -20,6 +21,12 @@ from pdserve.rpc.v1 import rank_pb2, worker_pb2
 from pdserve.timeline import Clock
 from prefill_worker.handoff import HandoffDesk
 from prefill_worker.scheduler import FirstSample, PrefillProgress, PrefillScheduler
+
+LINK_HEAD_START_S = 0.004
+"""Frames of 2,048 tokens take a link 1.2 ms by itself. Launching a prompt's kernels meanwhile takes
+20 ms of Python, and makes each of the link's steps wait for the interpreter (H200)."""
+MIN_TOKENS_BEHIND = 1024
+"""So much in flight keeps the device at work until the launch that gave way is made."""
 
 
 class PrefillEngine:
@@ -45,6 +52,7 @@ class PrefillEngine:
         self._max_model_len = max_model_len
         self._tombstones = Tombstones(clock)
         self._is_draining = False
+        self._gives_way = config.engine.device == "cuda" and config.engine.pipeline_parallel == 1
 
     def handle(self, event: object) -> None:
         """Takes a message of the face or an event of a link."""
@@ -133,9 +141,14 @@ class PrefillEngine:
         self._desk.tick()
         self._tombstones.expire()
 
+    @property
+    def awaited(self) -> PendingStep | None:
+        """The oldest step in flight."""
+        return self._pipeline.oldest
+
     def step(self) -> bool:
-        """Launches what can be launched, then ends the oldest step and passes on what it made."""
-        ended = self._pipeline.turn()
+        """Launches what can be launched; passes on what the oldest step made, if it is over."""
+        ended = self._pipeline.poll()
         if ended is None:
             return False
         plan, result = ended.plan, ended.result
@@ -145,8 +158,26 @@ class PrefillEngine:
             self._pass_on(progress)
         return True
 
+    def pause_s(self) -> float:
+        """Returns how long the next launch gives way to links."""
+        return self._head_start_left_s() or math.inf
+
+    def _head_start_left_s(self) -> float:
+        since_s = self._desk.shipments.since_s
+        if since_s is None or not self._gives_way:
+            return 0.0
+        if self._pipeline.num_tokens_in_flight < MIN_TOKENS_BEHIND or self._is_device_idle():
+            return 0.0
+        return max(0.0, since_s + LINK_HEAD_START_S - self._clock.now())
+
+    def _is_device_idle(self) -> bool:
+        oldest = self._pipeline.oldest
+        return oldest is None or oldest.is_over()
+
     def _plan_step(self) -> StepPlan | None:
         """Asks for the reservations of what is computed soon, and plans."""
+        if self._head_start_left_s():
+            return None
         for request in self._scheduler.requests_in_window():
             self._desk.enter_window(request.request_id)
         plan = self._scheduler.plan_step()
@@ -161,15 +192,16 @@ class PrefillEngine:
 
     def _pass_on(self, progress: PrefillProgress) -> None:
         request_id = progress.request_id
-        self._desk.computed(request_id, progress.num_computed)
         if not progress.samples:
+            self._desk.computed(request_id, progress.num_computed)
             return
         assert progress.output_index is not None
         # A sample may have been cancelled by itself while the prompt was computed.
         live = [one for one in progress.samples if not self._tombstones.covers(one.request)]
         for one in live:
             self._send_first(request_id, one, progress.output_index)
-        # The router has token 1 before the hand-off ends: send it before the commit.
+        # Token 1 first, then the commit, then the frames that are left: packing them takes longest,
+        # and neither of the others needs it.
         self._outbox.flush()
         firsts = [
             FirstToken(

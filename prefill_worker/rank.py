@@ -10,6 +10,7 @@ from kv_transfer.ranked_shipping import RankedShipper
 from kv_transfer.sender import LinkPool
 from kv_transfer.sending_link import MAX_FRAMES_IN_BLOCKS, SenderIdentity
 from kv_transfer.shipping import RankShipper, Shipper
+from kv_transfer.spans import SpanShipper, describe_event
 from kv_transfer.transport import FrameSender
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
@@ -52,6 +53,7 @@ def build_engine(
         context.clock,
         max_waiting=config.max_waiting,
         look_ahead=config.handoff.look_ahead,
+        num_stages=context.geometry.pipeline_parallel,
     )
     desk = HandoffDesk(
         me=Identity(
@@ -64,7 +66,7 @@ def build_engine(
         config=config.handoff,
         faults=config.faults,
         scheduler=scheduler,
-        shipper=_make_shipper(context, links, device),
+        shipper=_note_spans(context, _make_shipper(context, links, device)),
         outbox=context.outbox,
         clock=context.clock,
     )
@@ -104,5 +106,9 @@ def _make_shipper(context: RankContext, links: FrameSender, device: LinkDevice |
     return RankedShipper(local, context.followers.send, context.geometry.num_ranks, max_in_flight)
 
 
+def _note_spans(context: RankContext, shipper: Shipper) -> Shipper:
+    return shipper if context.spans is None else SpanShipper(shipper, context.spans, context.clock)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(_build, build_follower))
+    sys.exit(run_rank(_build, build_follower, describe_event))

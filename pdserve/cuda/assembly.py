@@ -55,19 +55,30 @@ class Assembler:
         self._decode_book = RowBook(max_seqs)
         self._prompt_book = RowBook(max_seqs)
 
-    def assemble(self, plan: StepPlan, previous: Mapping[RequestId, int]) -> AssembledStep:
-        """Fills a host buffer.
+    def check(self, plan: StepPlan, previous: Mapping[RequestId, int]) -> None:
+        """Refuses what cannot be computed; to be called before a plan is assembled.
 
         Args:
             plan: the step.
             previous: by request, the row that the step before sampled its token in.
 
         Raises:
-            ValueError: a slice is empty, is longer than the model allows, names tokens or blocks
-                out of range, or awaits a token that the step before did not sample.
+            ValueError: a slice is empty, is longer than the model allows, names tokens out of
+                range, or awaits a token that the step before did not sample.
         """
         for part in plan.slices:
             self._check(part, previous)
+
+    def assemble(self, plan: StepPlan, previous: Mapping[RequestId, int]) -> AssembledStep:
+        """Fills a host buffer.
+
+        Args:
+            plan: the step, checked.
+            previous: by request, the row that the step before sampled its token in.
+
+        Raises:
+            ValueError: a slice names blocks out of range.
+        """
         decode, prompts = _split(plan, keeps_prompts_apart=self._limits.keeps_prompts_apart)
         decode_seats = self._decode_book.seat(decode)
         prompt_seats = self._prompt_book.seat(prompts)

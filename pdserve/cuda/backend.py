@@ -22,13 +22,16 @@ from pdserve.cuda.products import Products, max_product_bytes
 from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
+from pdserve.cuda.tensor_ranks import MemoryKind, TensorRanks, connect_tensor_ranks
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
 from pdserve.kernels import decode_attention, prefill_attention
+from pdserve.models.llama import narrow_config
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
 from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.exchange import agree_on_least
 from pdserve.timeline import Clock
 
 logger = logging.getLogger(__name__)
@@ -80,14 +83,28 @@ class CudaBackend:
         )
 
         def give_runner(announce: Announce | None) -> RankRunner:
-            assert announce is None, "one rank has nobody to tell"
+            runner.announce = announce
             return runner
 
         return LoadedParts(kv=kv, make_runner=give_runner)
 
 
-def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) -> EngineParts:
-    """Loads weights, chooses products and allocates buffers."""
+def make_parts(
+    job: LoadJob,
+    device: Device,
+    clock: Clock,
+    report: ReportPhase,
+    memory_kind: MemoryKind | None = None,
+) -> EngineParts:
+    """Loads weights, chooses products and allocates buffers.
+
+    Args:
+        job: what to load.
+        device: that computes.
+        clock: of the phases.
+        report: takes them.
+        memory_kind: how ranks share memory; None: between GPUs.
+    """
     started_s = clock.now()
     dtype, engine, config = TORCH_DTYPES[job.engine.dtype], job.engine, job.model
     source: WeightSource
@@ -95,7 +112,9 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
         source = DeviceDummyWeights(engine.seed, device.torch_device, dtype)
     else:
         source = SafetensorsWeights(job.folder)
-    weights = load_weights(config, source, dtype, device.torch_device)
+    if job.shard is not None:
+        config = narrow_config(job.shard)
+    weights = load_weights(config, source, dtype, device.torch_device, job.shard)
     device.synchronize()
     report("load weights", clock.now() - started_s, f"{engine.dtype} on {device.name}")
     started_s = clock.now()
@@ -111,6 +130,7 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
         max_rows=limits.max_rows,
         max_sample_rows=limits.max_samples,
         max_product_bytes=max_product_bytes(config, plans.choose, limits.max_rows, dtype),
+        logits_columns=weights.head_VE.shape[0],
     )
     workspace = Workspace(config, size, dtype, device.torch_device)
     split_tokens = FIXED_SPLIT_TOKENS if engine.deterministic else None
@@ -137,6 +157,7 @@ def make_parts(job: LoadJob, device: Device, clock: Clock, report: ReportPhase) 
         Products(workspace, plans.choose, use_pdl=device.has_dependent_launch),
         attention,
         use_pdl=device.has_dependent_launch,
+        ranks=_connect_ranks(job, limits, device, memory_kind),
     )
     shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
     return EngineParts(
@@ -188,7 +209,8 @@ def _fit_kv(
     scrap = KvTensors(job.geometry, 2, job.part, device.torch_device)
     keys, values = scrap.layer(0)
     read = LayerAttention(keys_SJD=keys, values_SJD=values, window=None)
-    num_sizes = parts.attention.warm_up(read, job.model.num_heads, job.max_model_len)
+    num_heads = parts.model.config.num_heads
+    num_sizes = parts.attention.warm_up(read, num_heads, job.max_model_len)
     report("warm up attention", clock.now() - started_s, f"{num_sizes} sizes of chunks")
     started_s = clock.now()
     trial = make_runner(job, parts, scrap, (), is_trial=True)
@@ -213,13 +235,14 @@ def _fit_kv(
         f"{picture.own_bytes // MIB} MiB taken, {passing_bytes // MIB} MiB now and then, "
         f"{graph_bytes // MIB} MiB for graphs",
     )
-    return fit_blocks(
+    num_blocks = fit_blocks(
         picture,
         block_bytes=job.geometry.bytes_per_block_on(job.part),
         block_size=job.geometry.block_size,
         wished_bytes=job.engine.kv_cache_memory_bytes,
         wished_tokens=job.engine.max_model_len,
     )
+    return agree_on_least(job.exchange, "KV blocks", num_blocks)
 
 
 def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
@@ -235,11 +258,29 @@ def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
     return first + max(MIB, both - first, both // 2) * len(parts.shapes)
 
 
+def _connect_ranks(
+    job: LoadJob, limits: InputLimits, device: Device, memory_kind: MemoryKind | None
+) -> TensorRanks | None:
+    """Meets the other tensor ranks of this stage; None where there are none."""
+    shard, config = job.shard, job.model
+    if shard is None or shard.tensor_parallel == 1:
+        return None
+    assert job.exchange is not None
+    first = shard.part.stage * shard.tensor_parallel
+    # Room for the activations of the largest step, and for a row of logits at the least.
+    num_bytes = max(
+        limits.max_rows * config.hidden_size * TORCH_DTYPES[job.engine.dtype].itemsize,
+        (config.vocab_size // shard.tensor_parallel + 4) * torch.float32.itemsize,
+    )
+    members = range(first, first + shard.tensor_parallel)
+    return connect_tensor_ranks(job.exchange, members, num_bytes, device, memory_kind)
+
+
 def _check(job: LoadJob) -> None:
-    if job.geometry.num_ranks > 1:
+    if job.geometry.pipeline_parallel > 1:
         raise ConfigError(
-            "device cuda computes with one rank: tensor_parallel_size and pipeline_parallel_size "
-            f"must be 1, got {job.geometry.tensor_parallel} and {job.geometry.pipeline_parallel}"
+            "device cuda computes all layers on one rank: pipeline_parallel_size must be 1, "
+            f"got {job.geometry.pipeline_parallel}"
         )
     if not torch.cuda.is_available():
         raise ConfigError("device cuda needs a CUDA GPU and a torch built for it, found none")

@@ -21,10 +21,11 @@ from pdserve.config.rope import DynamicScaling
 from pdserve.cuda.attention import AttentionRoom, LayerAttention
 from pdserve.cuda.products import Products
 from pdserve.cuda.step_rows import StepRows
+from pdserve.cuda.tensor_ranks import TensorRanks
 from pdserve.cuda.weights import LayerWeights, ModelWeights
 from pdserve.cuda.workspace import RowBuffers, Workspace
 from pdserve.errors import ConfigError
-from pdserve.kernels.embedding import embed_and_norm
+from pdserve.kernels.embedding import embed_and_norm, embed_share
 from pdserve.kernels.norm import add_norm
 from pdserve.kernels.rotary_store import rotate_and_store
 from pdserve.kernels.silu_mul import silu_mul
@@ -74,9 +75,22 @@ class CudaModel:
         attention: AttentionRoom,
         *,
         use_pdl: bool,
+        ranks: TensorRanks | None = None,
     ) -> None:
-        """Keeps all of them."""
+        """Keeps all of them.
+
+        Args:
+            config: as large as this rank's part.
+            weights: of it.
+            tables: of all positions.
+            workspace: of activations.
+            products: into the workspace.
+            attention: over the rank's heads.
+            use_pdl: whether kernels may start while the ones before drain.
+            ranks: those that have the other parts of each layer; None where there is one.
+        """
         self.config = config
+        self.ranks = ranks
         self._weights = weights
         self._tables = tables
         self._workspace = workspace
@@ -89,15 +103,29 @@ class CudaModel:
         """Computes every row and writes its KV.
 
         Returns:
-            float32 [R, V], overwritten by the next step; None if no row samples.
+            This rank's logits, overwritten by the next step; None if no row samples.
         """
         hidden = self.compute_hidden(rows, kv)
-        return None if hidden is None else self._products.logits(hidden, self._weights.head_VE)
+        return None if hidden is None else self.score_share(hidden)
 
     @torch.inference_mode()
-    def score(self, hidden_ME: Tensor) -> Tensor:
-        """Returns logits of normed rows, as many as the workspace has room for."""
+    def score_share(self, hidden_ME: Tensor) -> Tensor:
+        """Returns logits of normed rows, as many as the workspace has room for.
+
+        Returns:
+            float32 [R, tokens of this rank]; a lone rank has the whole vocabulary.
+        """
         return self._products.logits(hidden_ME, self._weights.head_VE)
+
+    def gather(self, logits_RN: Tensor) -> Tensor:
+        """Returns what all ranks make of the same rows, float32 [R, V]."""
+        if self.ranks is None:
+            return logits_RN
+        return self.ranks.gather(logits_RN, self._workspace.all_logits(logits_RN.shape[0]))
+
+    def score(self, hidden_ME: Tensor) -> Tensor:
+        """Returns logits over the whole vocabulary."""
+        return self.gather(self.score_share(hidden_ME))
 
     @torch.inference_mode()
     def compute_hidden(self, rows: StepRows, kv: KvTensors) -> Tensor | None:
@@ -107,16 +135,7 @@ class CudaModel:
         """
         weights, buffers = self._weights, self._workspace.rows(rows.num_rows)
         gains = [layer.input_gain_E for layer in weights.layers]
-        # Launched when all before it has ended: later kernels read tables and lengths before
-        # they wait.
-        embed_and_norm(
-            rows.token_ids_M,
-            weights.embedding_VE,
-            buffers.residual_ME,
-            gains[0],
-            buffers.normed_ME,
-            epsilon=self.config.rms_norm_eps,
-        )
+        self._embed(rows, gains[0], buffers)
         gains = [*gains[1:], weights.final_gain_E]
         last = len(weights.layers) - 1
         for index, (layer, next_gain_E) in enumerate(zip(weights.layers, gains, strict=True)):
@@ -130,6 +149,24 @@ class CudaModel:
                 buffers = self._attend_for_samples(read, rows, rows.sample_rows_R, buffers)
             self._finish(layer, next_gain_E, buffers)
         return buffers.normed_ME
+
+    def _embed(self, rows: StepRows, gain_E: Tensor, buffers: RowBuffers) -> None:
+        """Embeds, and norms for the first layer.
+
+        Launched when all before it has ended: later kernels read tables and lengths before they
+        wait.
+        """
+        weights, epsilon = self._weights, self.config.rms_norm_eps
+        residual, normed = buffers.residual_ME, buffers.normed_ME
+        if self.ranks is None:
+            embed_and_norm(
+                rows.token_ids_M, weights.embedding_VE, residual, gain_E, normed, epsilon=epsilon
+            )
+            return
+        # Exact: all ranks but one add zero.
+        found = self._workspace.product((1, *residual.shape), residual.dtype)
+        embed_share(rows.token_ids_M, weights.embedding_VE, weights.first_token_id, found[0])
+        self.ranks.add_norm(found, residual, gain_E, normed, epsilon=epsilon, has_residual=False)
 
     def _store(
         self,
@@ -187,6 +224,15 @@ class CudaModel:
         self._add_norm(down, next_gain_E, buffers)
 
     def _add_norm(self, sums_SME: Tensor, gain_E: Tensor, buffers: RowBuffers) -> None:
+        if self.ranks is not None:
+            self.ranks.add_norm(
+                sums_SME,
+                buffers.residual_ME,
+                gain_E,
+                buffers.normed_ME,
+                epsilon=self.config.rms_norm_eps,
+            )
+            return
         add_norm(
             sums_SME,
             buffers.residual_ME,

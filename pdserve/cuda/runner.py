@@ -6,6 +6,7 @@
 Tokens that the host does not know yet are taken, on the device, from what the step before sampled.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,10 @@ from pdserve.cuda.scoring import PromptScores, score_prompts
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_rows import PromptChunk
 from pdserve.cuda.step_shape import ShapeChooser, StepShape, decode_shape, prompt_shape
+from pdserve.cuda.tensor_ranks import RankWatch
 from pdserve.engine.batch import StepPlan, StepResult
 from pdserve.engine.warm_up import make_warm_up_plans
+from pdserve.rank.backend import Announce
 from pdserve.request import RequestId
 
 
@@ -41,16 +44,39 @@ class CudaStep:
     """A step in flight."""
 
     def __init__(
-        self, chosen: ChosenTokens, scores: Sequence[PromptScores], event: StepEvent
+        self,
+        chosen: ChosenTokens,
+        scores: Sequence[PromptScores],
+        event: StepEvent,
+        watch: RankWatch | None,
     ) -> None:
         """Keeps what will be there once the event has happened."""
         self._chosen = chosen
         self._scores = scores
         self._event = event
+        self._watch = watch
+
+    def wait(self) -> None:
+        """Waits until the device has done it.
+
+        Raises:
+            WorkerLost: another rank did not do its part.
+        """
+        self._event.synchronize()
+        if self._watch is not None:
+            self._watch.check()
+
+    def is_over(self) -> bool:
+        """Says whether tokens are in host memory."""
+        return self._event.query()
 
     def result(self) -> StepResult:
-        """Waits, and reads tokens from host memory."""
-        self._event.synchronize()
+        """Waits, and reads tokens from host memory.
+
+        Raises:
+            WorkerLost: another rank did not do its part.
+        """
+        self.wait()
         return StepResult(
             sampled=self._chosen.read(),
             prompt_logprobs={score.targets.request_id: score.read() for score in self._scores},
@@ -88,6 +114,8 @@ class CudaRunner:
         """
         self.model = model
         self.kv = kv
+        self.announce: Announce | None = None
+        """Tells the other ranks of a step that is about to be launched; on rank 0."""
         self.counters = RunnerCounters()
         self._device = device
         self._inputs = inputs
@@ -95,6 +123,7 @@ class CudaRunner:
         self._shapes = tuple(graph_shapes)
         self._graphs = GraphSet(device, self._compute, self._send_padding)
         self._chooser = TokenChooser(device, input_limits.max_samples, model.config.vocab_size)
+        self._flying: deque[CudaStep] = deque()
         self._assembler = Assembler(
             inputs,
             ShapeChooser(self._shapes),
@@ -117,17 +146,23 @@ class CudaRunner:
         Raises:
             ValueError: a slice is empty, or names tokens or blocks out of range.
         """
+        self._assembler.check(plan, self._previous)
+        if self.announce is not None:
+            self.announce(plan)
         step = self._assembler.assemble(plan, self._previous)
         for source, target in plan.copies:
             self.kv.copy_block(source, target)
         self._inputs.send(step.writer)
         logits, scores, slots = self._forward(step)
+        if logits is not None and slots and self.model.ranks is not None:
+            logits = self.model.gather(logits[: max(slot.row for slot in slots) + 1])
         chosen = self._chooser.choose(logits, slots)
         self._previous = {slot.part.request.request_id: slot.row for slot in chosen.device_slots}
         self.counters.steps += 1
         self.counters.graph_steps += step.is_captured
         self.counters.host_tokens += len(chosen.host_slots)
-        return CudaStep(chosen, scores, self._device.record())
+        watch = None if self.model.ranks is None else self.model.ranks.watch()
+        return CudaStep(chosen, scores, self._device.record(), watch)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a step and waits for it."""
@@ -145,8 +180,15 @@ class CudaRunner:
         self._graphs.drop()
 
     def compute(self, plan: StepPlan) -> CudaStep:
-        """Does this rank's part of a step."""
-        return self.launch(plan)
+        """Launches this rank's part of a step of rank 0's, as many ahead as rank 0 does.
+
+        Raises:
+            WorkerLost: another rank did not do its part of an earlier step.
+        """
+        while len(self._flying) >= self.max_steps_in_flight:
+            self._flying.popleft().wait()
+        self._flying.append(self.launch(plan))
+        return self._flying[-1]
 
     def compute_largest(self) -> None:
         """Computes padding in the largest steps, so that all memory was asked for once."""
@@ -203,6 +245,6 @@ class CudaRunner:
         if not step.slots:
             return None, scores, ()
         at = torch.tensor([slot.row for slot in step.slots]).to(hidden.device, non_blocking=True)
-        logits = self.model.score(hidden.index_select(0, at))
+        logits = self.model.score_share(hidden.index_select(0, at))
         slots = [SampleSlot(part=slot.part, row=row) for row, slot in enumerate(step.slots)]
         return logits, scores, slots

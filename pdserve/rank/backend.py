@@ -11,6 +11,7 @@ from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.shape import RankPart
 from pdserve.engine.batch import StepPlan, StepRunner
 from pdserve.layers.parallel import Shard
+from pdserve.rank.exchange import RankExchange
 from pdserve.timeline import Clock
 
 ReportPhase = Callable[[str, float, str], None]
@@ -43,6 +44,8 @@ class LoadJob:
     shard: Shard | None
     """None for an only rank."""
     max_model_len: int
+    exchange: RankExchange | None = None
+    """Of all ranks; None for an only rank, and on the CPU, where `shard` connects them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.step_codec import plan_from_wire
+from pdserve.engine.step_codec import PlanDecoder
 from pdserve.rank.followers import Leader
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.loading import RankArguments, load_rank
@@ -72,9 +72,10 @@ def follow(
     loaded = load_rank(config, arguments, MonotonicClock(), _say_nothing)
     runner = loaded.make_runner(None)
     leader = Leader(arguments.rank_channels[0])
+    decoder = PlanDecoder()
 
     def compute(work: rank_pb2.StepWork) -> None:
-        runner.compute(plan_from_wire(work))
+        runner.compute(decoder.decode(work))
 
     context = FollowerContext(
         config=loaded.worker,

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from pdserve.engine.batch import StepPlan
-from pdserve.engine.step_codec import plan_to_wire
+from pdserve.engine.step_codec import PlanEncoder
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
@@ -16,6 +16,7 @@ class Followers:
     def __init__(self, channels: Sequence[BlockingChannel]) -> None:
         """Owns the channels, which are in the order of the ranks."""
         self._channels = tuple(channels)
+        self._encoder = PlanEncoder()
 
     def wait_ready(self) -> tuple[handoff_pb2.LinkEndpoint, ...]:
         """Waits until all have loaded; returns where decode ranks listen for links.
@@ -44,7 +45,7 @@ class Followers:
         Raises:
             ChannelClosed: one of them died.
         """
-        message = rank_pb2.ToFollower(step=plan_to_wire(plan)).SerializeToString()
+        message = rank_pb2.ToFollower(step=self._encoder.encode(plan)).SerializeToString()
         for channel in self._channels:
             channel.send(message)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdserve.engine.batch import StepPlan
-from pdserve.engine.step_codec import plan_to_wire
+from pdserve.engine.step_codec import PlanEncoder
 from pdserve.request import Request, SamplingParams
 from tests.support.engine_pair import EnginePair, PairRouter, make_request
 from tests.support.ranked_pair import RankedSide, ranked_pair
@@ -143,7 +143,7 @@ def names_in(step: StepPlan) -> set[str]:
 
 def assert_alike(side: RankedSide) -> None:
     """Every rank computed the very steps that rank 0 decided on, in the same order."""
-    leader, *others = ([plan_to_wire(step) for step in steps] for steps in steps_of(side))
+    leader, *others = ([PlanEncoder().encode(step) for step in steps] for steps in steps_of(side))
     assert leader
     assert all(steps == leader for steps in others)
 

@@ -13,6 +13,7 @@ from pdserve.rank.gloo_groups import (
     connect_stages,
     connect_tensor_group,
 )
+from pdserve.rank.meeting import FolderMeeting
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -30,7 +31,7 @@ def on_all(parts: tuple[RankPart, ...], work: Callable[[RankPart], T]) -> list[T
 
 
 def connect(folder: Path, part: RankPart, tensor: int) -> GlooTensorGroup:
-    group = connect_tensor_group(folder, part, tensor, HOST)
+    group = connect_tensor_group(FolderMeeting(folder), part, tensor, HOST)
     assert group is not None
     return group
 
@@ -66,11 +67,11 @@ def test_activations_go_to_the_next_stage_and_logits_to_rank_0(tmp_path: Path) -
     x = torch.arange(6.0).view(2, 3)
 
     def work(part: RankPart) -> torch.Tensor | None:
-        link = connect_stages(tmp_path, part, 2, 2, torch.float32, HOST)
+        link = connect_stages(FolderMeeting(tmp_path), part, 2, 2, torch.float32, HOST)
         assert link is not None
         if part.stage == 0:
             link.send(x + part.tensor_rank)
-            return link.receive_logits(1, 3) if part.rank == 0 else None
+            return link.expect_logits(1, 3).wait() if part.rank == 0 else None
         received = link.receive(2, 3)
         if part.tensor_rank == 0:
             link.send_logits(received.sum(0, keepdim=True))
@@ -85,5 +86,5 @@ def test_activations_go_to_the_next_stage_and_logits_to_rank_0(tmp_path: Path) -
 
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     (part,) = parts_of(1, 1)
-    assert connect_tensor_group(tmp_path, part, 1, HOST) is None
-    assert connect_stages(tmp_path, part, 1, 1, torch.float32, HOST) is None
+    assert connect_tensor_group(FolderMeeting(tmp_path), part, 1, HOST) is None
+    assert connect_stages(FolderMeeting(tmp_path), part, 1, 1, torch.float32, HOST) is None

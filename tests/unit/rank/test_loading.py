@@ -9,13 +9,16 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.rank.loading import RankArguments, load_rank
+from pdserve.rank.meeting import FolderMeeting
 from pdserve.request import Incarnation, Role
 from pdserve.timeline import MonotonicClock
 from tests.support.models import tiny_llama_folder
 
 __all__ = ["tiny_llama_folder"]
 
-ARGUMENTS = RankArguments(incarnation=Incarnation(1), rank=0, group_folder=Path(), rank_channels=())
+ARGUMENTS = RankArguments(
+    incarnation=Incarnation(1), rank=0, meeting=FolderMeeting(Path()), rank_channels=()
+)
 
 
 def settings(folder: Path, **over: object) -> WorkerConfig:
