@@ -126,7 +126,7 @@ class Bench:
             max_model_len=config.max_position,
         )
         loaded = CudaBackend(cache=None).load(job, MonotonicClock(), self._report)
-        runner = loaded.make_runner(None)
+        runner = loaded.make_runner(None, None)
         assert isinstance(runner, CudaRunner)
         runner.warm_up()
         # Zeros would let the chip run cooler than it does at work.

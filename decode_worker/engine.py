@@ -1,9 +1,11 @@
 """The turn of a decode rank: take hand-offs in, compute one token for each sequence, stream it."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decode_worker.join_window import JoiningRunner, JoinWindow
 from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
@@ -11,7 +13,7 @@ from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
@@ -50,7 +52,10 @@ class DecodeEngine:
     ) -> None:
         self._config = config
         self._scheduler = scheduler
-        self._pipeline = StepPipeline(runner, self._plan_step)
+        self._window = JoinWindow(clock)
+        # Stages of a pipeline are at work only with a step for each.
+        self._joins_late = config.handoff.joins_late and config.engine.pipeline_parallel == 1
+        self._pipeline = StepPipeline(JoiningRunner(runner, self._window), self._plan_step)
         self._landing = landing
         self._outbox = outbox
         self._clock = clock
@@ -178,11 +183,17 @@ class DecodeEngine:
         self._landing.tick()
         self._tombstones.expire()
 
+    @property
+    def awaited(self) -> PendingStep | None:
+        """The oldest step in flight."""
+        return self._pipeline.oldest
+
     def step(self) -> bool:
-        """Launches what can be launched, then ends the oldest step and streams its tokens."""
-        ended = self._pipeline.turn()
+        """Launches what can be launched; streams the tokens of the oldest step, if it is over."""
+        ended = self._pipeline.poll()
         if ended is None:
             return False
+        self._window.note_end(ended.plan)
         plan, result = ended.plan, ended.result
         if result.prompt_logprobs:
             report_prompt_scores(self._scheduler.live_slices(plan), result, self._outbox)
@@ -190,7 +201,23 @@ class DecodeEngine:
             self._stream(progress)
         return True
 
+    def pause_s(self) -> float:
+        """Returns for how long there is nothing to launch, whatever comes."""
+        return self._time_left_s() or math.inf
+
+    def _time_left_s(self) -> float:
+        """Returns how long the launch of the next step is put off for what is about to land."""
+        oldest = self._pipeline.oldest
+        if oldest is None or not self._joins_late:
+            return 0.0
+        if not self._landing.num_reservations or oldest.is_over():
+            return 0.0
+        return max(0.0, self._window.time_left_s())
+
     def _plan_step(self) -> StepPlan | None:
+        if self._time_left_s():
+            return None
+        self._window.begin_plan()
         plan = self._scheduler.plan_step()
         self._return_let_go(self._scheduler.take_let_go())
         if plan is not None and self._config.faults.step_delay_s:

@@ -15,7 +15,9 @@ from kv_transfer.protocol import Identity
 from kv_transfer.ranked_shipping import RankedUnloader
 from kv_transfer.receiver import LinkListener
 from kv_transfer.shipping import RankUnloader, Unloader
+from kv_transfer.spans import SpanUnloader, describe_event
 from kv_transfer.transport import FrameReceiver
+from pdserve.engine.batch import lookahead_of
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import ReservationId, WorkerId
@@ -50,6 +52,7 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
         context.clock,
         max_waiting=config.max_waiting,
         max_local_prefill_tokens=config.max_local_prefill_tokens,
+        lookahead=lookahead_of(context.runner, context.geometry.pipeline_parallel),
     )
     me = Identity(
         worker_id=WorkerId(config.worker_id),
@@ -60,7 +63,7 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
     )
-    unloader = _make_unloader(context, links)
+    unloader = _note_spans(context, _make_unloader(context, links))
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
@@ -107,5 +110,17 @@ def _make_unloader(context: RankContext, links: FrameReceiver) -> Unloader:
     return RankedUnloader(local, context.followers.send, endpoints)
 
 
+def _note_spans(context: RankContext, unloader: Unloader) -> Unloader:
+    if context.spans is None:
+        return unloader
+    return SpanUnloader(unloader, context.spans, context.clock)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda context: build_engine(context, make_links(context)), build_follower))
+    sys.exit(
+        run_rank(
+            lambda context: build_engine(context, make_links(context)),
+            build_follower,
+            describe_event,
+        )
+    )

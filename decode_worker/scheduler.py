@@ -9,7 +9,7 @@ and none is left, the youngest by arrival is let go: a running or computing one 
 router, a reservation back to its prefill worker. The oldest goes only when it is alone, which
 cannot be, since what exceeds the pool alone was refused; so each step takes some sequence on.
 
-A step may be planned while the one before is in flight: see `planner`.
+A step may be planned while others are in flight: see `planner`.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from decode_worker.occupancy import LetGo, Occupancy
 from decode_worker.planner import StepPlanner
 from decode_worker.progress import DecodeProgress, make_progress, make_sample_progress
 from pdserve.config.engine import EngineConfig
-from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
+from pdserve.engine.batch import ONE_STAGE, Lookahead, SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
     SchedulerCounters,
     SchedulerLedger,
@@ -50,6 +50,7 @@ class DecodeScheduler:
         *,
         max_waiting: int,
         max_local_prefill_tokens: int | None,
+        lookahead: Lookahead = ONE_STAGE,
     ) -> None:
         """Starts idle.
 
@@ -60,12 +61,13 @@ class DecodeScheduler:
             clock: time of deadlines and retry hints.
             max_waiting: requests that wait to be prefilled here; one more is refused.
             max_local_prefill_tokens: prompt tokens computed here for one request; None: any.
+            lookahead: what may be planned while steps are in flight.
         """
         self._config = config
         self._clock = clock
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._occupancy = Occupancy(config, num_blocks, revision, max_waiting=max_waiting)
-        self._planner = StepPlanner(config, self._occupancy, clock)
+        self._planner = StepPlanner(config, self._occupancy, clock, lookahead)
         self._pace = StepPace(clock)
 
     @property
@@ -234,7 +236,7 @@ class DecodeScheduler:
     def plan_step(self) -> StepPlan | None:
         """Plans the next step, which the caller launches; None if nothing can be computed.
 
-        One step may be in flight: it is not waited for by sequences whose next token the device
+        Others may be in flight: they are not waited for by sequences whose next token the device
         chooses; they are planned one token further. May let sequences go, if none is in flight.
         """
         step = self._planner.plan()

@@ -1,11 +1,13 @@
-"""Which GPU of this machine each replica gets."""
+"""Which GPU of this machine each rank of each replica gets."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdserve.config.engine import EngineConfig
 from pdserve.errors import ConfigError
+from pdserve.request import Role
 
 DEVICE_FOLDER = Path("/dev")
 WSL_DEVICE = "dxg"
@@ -28,15 +30,38 @@ def find_gpus(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> tuple
     return tuple(sorted((match[1] for match in found if match), key=int))
 
 
-def pick_gpu(gpus: Sequence[str], taken: Sequence[str]) -> str | None:
-    """Returns the GPU that the fewest replicas have, the first of them; None where there is none.
+def pick_gpus(gpus: Sequence[str], taken: Sequence[str], num_ranks: int) -> tuple[str, ...]:
+    """Returns a GPU for each rank of a replica: the first of those that the fewest ranks have.
+
+    Ranks of one replica never share a GPU; ranks of several replicas do where there are too few.
 
     Args:
-        gpus: all of them.
-        taken: the GPU of each replica that runs.
+        gpus: all of them, at least as many as ranks: see `check_gpus`.
+        taken: the GPU of each rank that runs.
+        num_ranks: of the replica.
     """
     counts = Counter(taken)
-    return min(gpus, key=lambda gpu: counts[gpu], default=None)
+    assert num_ranks <= len(gpus), "check_gpus comes first"
+    picked = sorted(gpus, key=lambda gpu: counts[gpu])[:num_ranks]
+    return tuple(gpu for gpu in gpus if gpu in picked)
+
+
+def check_gpus(role: Role, engine: EngineConfig, gpus: Sequence[str]) -> None:
+    """Checks that each rank of a replica can have a GPU of its own.
+
+    Raises:
+        ConfigError: there are too few; the text says how many are needed and which are there.
+    """
+    if engine.device != "cuda" or engine.num_ranks <= len(gpus):
+        return
+    ranks = (
+        "a GPU"
+        if engine.num_ranks == 1
+        else f"{engine.num_ranks} GPUs, one for each of {engine.tensor_parallel} tensor ranks in "
+        f"{engine.pipeline_parallel} stages"
+    )
+    found = f"{len(gpus)} ({', '.join(gpus)})" if gpus else "none (CUDA_VISIBLE_DEVICES names them)"
+    raise ConfigError(f"device cuda: a {role} replica needs {ranks}; this machine shows {found}")
 
 
 def check_has_gpu(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> None:

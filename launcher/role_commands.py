@@ -12,7 +12,7 @@ from pdserve.request import Role
 
 RESTART_WAIT_S = 60.0
 """How long a stream waits for a worker: one that died is started again and loads its model."""
-HIDDEN_FIELDS = ("redis_url", "api_keys", "cluster_secret")
+HIDDEN_FIELDS = ("redis_url", "api_keys", "cluster_secret", "stage_token")
 """Told by `environment_of`, not by flag."""
 
 
@@ -54,9 +54,13 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
             log_level=config.log_level,
+            span_folder=config.span_folder,
             heartbeat_s=config.heartbeat_s,
             registry_lease_s=config.registry_lease_s,
             frozen_after_s=config.frozen_after_s,
+            spread_stages=config.spread_stages,
+            stage_token=config.stage_token,
+            stage_silence_s=config.stage_silence_s,
             orphan_grace_s=config.orphan_grace_s,
             handoff=config.handoff,
             faults=faults,
@@ -102,9 +106,15 @@ def environment_of(config: WorkerConfig | RouterConfig) -> Mapping[str, str]:
     common = {"PDSERVE_REDIS": config.redis_url, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     # Empty where there is nothing to tell: a child inherits this process's own variables.
     if isinstance(config, WorkerConfig):
-        return {**common, "PDSERVE_API_KEY": "", "PDSERVE_CLUSTER_SECRET": ""}
+        return {
+            **common,
+            "PDSERVE_API_KEY": "",
+            "PDSERVE_CLUSTER_SECRET": "",
+            "PDSERVE_STAGE_TOKEN": config.stage_token or "",
+        }
     return {
         **common,
+        "PDSERVE_STAGE_TOKEN": "",
         "PDSERVE_API_KEY": " ".join(config.api_keys),
         "PDSERVE_CLUSTER_SECRET": config.cluster_secret or "",
     }
@@ -116,6 +126,6 @@ def role_command(role: str) -> tuple[str, ...]:
     Each role has a module of its own, so that no process imports what another role needs.
 
     Args:
-        role: `router`, `prefill-worker` or `decode-worker`.
+        role: `router`, `prefill-worker`, `decode-worker` or `stage`.
     """
     return (sys.executable, "-m", f"launcher.roles.{role.replace('-', '_')}")

@@ -1,5 +1,6 @@
 """The turn of a prefill rank: queue, compute chunks, hand KV off, tell the router."""
 
+import math
 import time
 
 from kv_transfer import codec
@@ -7,7 +8,7 @@ from kv_transfer.events import FrameSent, LinkDown
 from kv_transfer.follower_codec import event_from_wire
 from kv_transfer.protocol import FirstToken
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.figures import ledger_to_wire, load_to_wire
@@ -133,9 +134,14 @@ class PrefillEngine:
         self._desk.tick()
         self._tombstones.expire()
 
+    @property
+    def awaited(self) -> PendingStep | None:
+        """The oldest step in flight."""
+        return self._pipeline.oldest
+
     def step(self) -> bool:
-        """Launches what can be launched, then ends the oldest step and passes on what it made."""
-        ended = self._pipeline.turn()
+        """Launches what can be launched; passes on what the oldest step made, if it is over."""
+        ended = self._pipeline.poll()
         if ended is None:
             return False
         plan, result = ended.plan, ended.result
@@ -144,6 +150,10 @@ class PrefillEngine:
         for progress in self._scheduler.complete_step(plan, result):
             self._pass_on(progress)
         return True
+
+    def pause_s(self) -> float:
+        """Returns no bound: whatever can be launched was launched."""
+        return math.inf
 
     def _plan_step(self) -> StepPlan | None:
         """Asks for the reservations of what is computed soon, and plans."""
@@ -161,15 +171,16 @@ class PrefillEngine:
 
     def _pass_on(self, progress: PrefillProgress) -> None:
         request_id = progress.request_id
-        self._desk.computed(request_id, progress.num_computed)
         if not progress.samples:
+            self._desk.computed(request_id, progress.num_computed)
             return
         assert progress.output_index is not None
         # A sample may have been cancelled by itself while the prompt was computed.
         live = [one for one in progress.samples if not self._tombstones.covers(one.request)]
         for one in live:
             self._send_first(request_id, one, progress.output_index)
-        # The router has token 1 before the hand-off ends: send it before the commit.
+        # Token 1 first, then the commit, then the frames that are left: packing them takes longest,
+        # and neither of the others needs it.
         self._outbox.flush()
         firsts = [
             FirstToken(

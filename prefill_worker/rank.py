@@ -8,6 +8,7 @@ from kv_transfer.ranked_shipping import RankedShipper
 from kv_transfer.sender import LinkPool
 from kv_transfer.sending_link import SenderIdentity
 from kv_transfer.shipping import RankShipper, Shipper
+from kv_transfer.spans import SpanShipper, describe_event
 from kv_transfer.transport import FrameSender
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
@@ -40,6 +41,7 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
         context.clock,
         max_waiting=config.max_waiting,
         look_ahead=config.handoff.look_ahead,
+        num_stages=context.geometry.pipeline_parallel,
     )
     desk = HandoffDesk(
         me=Identity(
@@ -52,7 +54,7 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
         config=config.handoff,
         faults=config.faults,
         scheduler=scheduler,
-        shipper=_make_shipper(context, links),
+        shipper=_note_spans(context, _make_shipper(context, links)),
         outbox=context.outbox,
         clock=context.clock,
     )
@@ -85,5 +87,15 @@ def _make_shipper(context: RankContext, links: FrameSender) -> Shipper:
     return RankedShipper(local, context.followers.send, context.geometry.num_ranks, ring_slots)
 
 
+def _note_spans(context: RankContext, shipper: Shipper) -> Shipper:
+    return shipper if context.spans is None else SpanShipper(shipper, context.spans, context.clock)
+
+
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda context: build_engine(context, make_links(context)), build_follower))
+    sys.exit(
+        run_rank(
+            lambda context: build_engine(context, make_links(context)),
+            build_follower,
+            describe_event,
+        )
+    )

@@ -6,8 +6,8 @@
 Blocks for a whole prompt are taken when its computing begins, so that what was begun can end. If
 the pool has no room, the head of the queue waits for held hand-offs to be released.
 
-A step may be planned while the one before is in flight: the next chunk, or the next prompt, needs
-no token of it. What a step computed counts, and enters the prefix cache, when it has ended.
+A step may be planned while others are in flight: the next chunk, or the next prompt, needs no
+token of them. What a step computed counts, and enters the prefix cache, when it has ended.
 """
 
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from pdserve.engine.scheduler import (
     Stage,
     WaitingLanes,
     check_references,
+    chunk_budget,
     make_slice,
     max_hit_blocks,
     num_blocks_for,
@@ -83,6 +84,7 @@ class PrefillScheduler:
         *,
         max_waiting: int,
         look_ahead: int,
+        num_stages: int = 1,
     ) -> None:
         """Starts idle.
 
@@ -93,11 +95,13 @@ class PrefillScheduler:
             clock: time of deadlines and stage times.
             max_waiting: requests in the queue; one more is refused.
             look_ahead: queued requests that ask for their reservation before they are computed.
+            num_stages: of the pipeline.
         """
         self._config = config
         self._revision = revision
         self._clock = clock
         self._look_ahead = look_ahead
+        self._num_stages = num_stages
         self._cache = PrefixCache(BlockPool(num_blocks), is_enabled=config.enable_prefix_caching)
         self._roster = SequenceRoster()
         self._lanes = WaitingLanes(max_waiting)
@@ -190,7 +194,7 @@ class PrefillScheduler:
 
         Other steps may be in flight.
         """
-        budget = self._config.max_num_batched_tokens
+        budget = self._chunk_budget()
         slices: list[SequenceSlice] = []
         chosen: list[SequenceState] = []
         unplanned = [one for one in self._computing if one.num_planned < len(one.chain)]
@@ -323,6 +327,13 @@ class PrefillScheduler:
         self._cache.check()
         tables = (sequence.table for sequence in self._roster)
         check_references(self._cache.pool, (*tables, *self._flights.held_tables()))
+
+    def _chunk_budget(self) -> int:
+        if self._num_stages == 1:
+            return self._config.max_num_batched_tokens
+        waiting = (*self._computing, *self._lanes)
+        num_pending = sum(len(one.chain) - one.num_planned for one in waiting)
+        return chunk_budget(self._config.max_num_batched_tokens, num_pending, self._num_stages)
 
     def _admit_head(self, budget: int, *, may_split_tile: bool) -> int:
         """Moves the head of the queue to computing and returns its first chunk; 0: it waits."""

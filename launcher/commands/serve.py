@@ -121,6 +121,19 @@ def serve(
         int | None,
         typer.Option(help="Of decode replicas, if it differs."),
     ] = None,
+    spread_stages: Annotated[
+        bool,
+        typer.Option(
+            "--spread-stages",
+            help="Stages on nodes of their own: Ray's, or where pdserve stage runs.",
+        ),
+    ] = False,
+    stage_token: Annotated[
+        str | None,
+        typer.Option(
+            show_envvar=True, help="The same here and for pdserve stage. The variable hides it."
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(help="Reuse KV of shared prefixes."),
@@ -179,6 +192,10 @@ def serve(
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
+    span_folder: Annotated[
+        str | None,
+        typer.Option(hidden=True, help="Where ranks write down the stages of each request."),
+    ] = None,
     prefill_fault: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of FaultConfig.")
     ] = None,
@@ -226,6 +243,8 @@ def serve(
         served_model_name=served_model_name,
         decode_tensor_parallel=decode_tensor_parallel_size,
         decode_pipeline_parallel=decode_pipeline_parallel_size,
+        spread_stages=spread_stages,
+        stage_token=stage_token,
         max_local_prefill_tokens=max_local_prefill_tokens,
         api_keys=tuple(api_key or ()),
         api_keys_file=api_keys_file,
@@ -233,6 +252,7 @@ def serve(
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,
         log_level=log_level or default_log_level(),
+        span_folder=span_folder,
         handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),
         prefill_faults=from_pairs(FaultConfig, prefill_fault or (), "--prefill-fault"),
         decode_faults=from_pairs(FaultConfig, decode_fault or (), "--decode-fault"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher.model_source import resolve_model
 from pdserve.config.load import from_argv, name_flag, read_environment
 from pdserve.config.router import RouterConfig
+from pdserve.config.stage import StageConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.line_output import write_line
@@ -40,6 +41,17 @@ def run_router(run: Callable[[RouterConfig], int]) -> int:
         return run(replace(config, model=str(folder), served_model_name=name))
     except ConfigError as error:
         return _refuse(error, RouterConfig)
+
+
+def run_stage(run: Callable[[StageConfig], int]) -> int:
+    """Holds a stage with the settings of this process; returns its exit status."""
+    try:
+        config = from_argv(StageConfig, sys.argv[1:], read_environment(), program="pdserve stage")
+        if config.model is not None:
+            config = replace(config, model=str(_resolve(config.model, needs_weights=False)))
+        return run(config)
+    except ConfigError as error:
+        return _refuse(error, StageConfig)
 
 
 def _resolve(model: str, *, needs_weights: bool) -> Path:

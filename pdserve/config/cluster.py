@@ -39,11 +39,19 @@ class ClusterConfig:
     drain_timeout_s: float = 60.0
     log_level: LogLevel = "info"
     """Of all children."""
+    span_folder: str | None = None
+    """As of WorkerConfig."""
     heartbeat_s: float = 0.5
     """Workers renew their place in the registry this often."""
     registry_lease_s: float = 3.0
     frozen_after_s: float = 5.0
     """No progress of a rank for this long, with work queued, means frozen."""
+    spread_stages: bool = False
+    """Pipeline stages behind the first are on nodes of their own; see WorkerConfig."""
+    stage_token: str | None = field(default=None, repr=False)
+    """As of WorkerConfig."""
+    stage_silence_s: float = 5.0
+    """Likewise."""
     orphan_grace_s: float = 20.0
     """Workers cancel requests whose router has been gone for this long."""
     worker_silence_s: float = 3.0

@@ -68,6 +68,11 @@ class EngineConfig:
     seed: int = 0
     """Seed of dummy weights."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Of a replica."""
+        return self.tensor_parallel * self.pipeline_parallel
+
     def __post_init__(self) -> None:
         """Checks ranges.
 

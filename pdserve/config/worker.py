@@ -33,6 +33,9 @@ class HandoffConfig:
     """Deadline of one frame's transfer; a link that misses it is dead for good."""
     connect_timeout_s: float = 5.0
     has_checksums: bool = True
+    joins_late: bool = True
+    """While somebody's KV is on its way, a decode step is launched only shortly before the one in
+    flight ends, so that what lands until then is in it."""
     wire_dtype: WireDtype = "auto"
     """Of the KV on the wire, said by the decode worker; auto: the narrower of both caches'."""
 
@@ -80,15 +83,25 @@ class WorkerConfig:
     orphan_grace_s: float = 20.0
     """Requests of a front that has had no stream for this long are cancelled."""
     drain_timeout_s: float = 60.0
+    spread_stages: bool = False
+    """True: the face starts the first pipeline stage only; each other one is held by a `pdserve
+    stage` on a node of its own, which the face finds in the registry."""
+    stage_token: str | None = field(default=None, repr=False)
+    """What a worker and its spread stages prove to each other that they have."""
+    stage_silence_s: float = 5.0
+    """A stage on another node is lost after so much silence, and the replica with it."""
     log_level: LogLevel = "info"
+    span_folder: str | None = None
+    """Where ranks write down how long each stage of a request takes; None: nowhere."""
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
-        """Checks that frames hold whole blocks and whole layers.
+        """Checks that frames hold whole blocks and whole layers, and the range of times.
 
         Raises:
-            ConfigError: frame_tokens is no multiple of block_size, or frame_layers not positive.
+            ConfigError: frame_tokens is no multiple of block_size, frame_layers not positive, or a
+                time is none.
         """
         if self.handoff.frame_layers is not None and self.handoff.frame_layers < 1:
             raise ConfigError(f"frame_layers must be at least 1, got {self.handoff.frame_layers}")
@@ -97,3 +110,10 @@ class WorkerConfig:
                 f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "
                 f"got {self.handoff.frame_tokens}"
             )
+        if self.stage_silence_s <= 0:
+            raise ConfigError(f"stage_silence_s must be above 0, got {self.stage_silence_s:g}")
+
+    @property
+    def has_remote_stages(self) -> bool:
+        """Whether some ranks are on other nodes than the face."""
+        return self.spread_stages and self.engine.pipeline_parallel > 1

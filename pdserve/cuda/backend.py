@@ -21,15 +21,26 @@ from pdserve.cuda.model import CudaModel, make_rotary_tables
 from pdserve.cuda.plans import choose_plans
 from pdserve.cuda.products import Products, max_product_bytes
 from pdserve.cuda.runner import CudaRunner
+from pdserve.cuda.stages import DeviceStages, StageRoom, connect_device_stages
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
+from pdserve.cuda.tensor_ranks import MAX_RING_ROWS, MemoryKind, TensorRanks, connect_tensor_ranks
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
 from pdserve.kernels import decode_scratch, prefill_attention
+from pdserve.models.llama import narrow_config
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
-from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.backend import (
+    Announce,
+    LoadedParts,
+    LoadJob,
+    RankRunner,
+    ReportPhase,
+    StepResults,
+)
+from pdserve.rank.exchange import agree_on_least
 from pdserve.timeline import Clock
 
 logger = logging.getLogger(__name__)
@@ -50,6 +61,7 @@ class EngineParts:
     inputs: StepInputs
     limits: InputLimits
     shapes: tuple[StepShape, ...]
+    stages: DeviceStages | None
 
 
 class CudaBackend:
@@ -84,17 +96,32 @@ class CudaBackend:
             f"{captured.num_graphs} graphs, {captured.num_bytes // MIB} MiB",
         )
 
-        def give_runner(announce: Announce | None) -> RankRunner:
-            assert announce is None, "one rank has nobody to tell"
+        def give_runner(announce: Announce | None, results: StepResults | None) -> RankRunner:
+            runner.announce, runner.results = announce, results
             return runner
 
         return LoadedParts(kv=kv, make_runner=give_runner)
 
 
 def make_parts(
-    job: LoadJob, device: Device, clock: Clock, report: ReportPhase, *, cache: Path | None = None
+    job: LoadJob,
+    device: Device,
+    clock: Clock,
+    report: ReportPhase,
+    memory_kind: MemoryKind | None = None,
+    *,
+    cache: Path | None = None,
 ) -> EngineParts:
-    """Loads weights, chooses products and allocates buffers."""
+    """Loads weights, chooses products and allocates buffers.
+
+    Args:
+        job: what to load.
+        device: that computes.
+        clock: of the phases.
+        report: takes them.
+        memory_kind: how ranks share memory; None: between GPUs.
+        cache: folder of product tables; None keeps none.
+    """
     started_s = clock.now()
     dtype, engine, config = TORCH_DTYPES[job.engine.dtype], job.engine, job.model
     source: WeightSource
@@ -102,7 +129,9 @@ def make_parts(
         source = DeviceDummyWeights(engine.seed, device.torch_device, dtype)
     else:
         source = SafetensorsWeights(job.folder)
-    weights = load_weights(config, source, dtype, device.torch_device)
+    if job.shard is not None:
+        config = narrow_config(job.shard)
+    weights = load_weights(config, source, dtype, device.torch_device, job.shard)
     device.synchronize()
     report("load weights", clock.now() - started_s, f"{engine.dtype} on {device.name}")
     started_s = clock.now()
@@ -118,6 +147,7 @@ def make_parts(
         max_rows=limits.max_rows,
         max_sample_rows=limits.max_samples,
         max_product_bytes=max_product_bytes(config, plans.choose, limits.max_rows, dtype),
+        logits_columns=weights.head_VE.shape[0],
     )
     workspace = Workspace(config, size, dtype, device.torch_device)
     split_tokens = FIXED_SPLIT_TOKENS if engine.deterministic else None
@@ -144,15 +174,28 @@ def make_parts(
         Products(workspace, plans.choose, use_pdl=device.has_dependent_launch),
         attention,
         use_pdl=device.has_dependent_launch,
+        ranks=_connect_ranks(job, limits, device, memory_kind),
+        shard=job.shard,
     )
+    stages = _connect_stages(job, limits, device, memory_kind)
     shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
     return EngineParts(
         device=device,
         attention=attention,
         model=model,
-        inputs=StepInputs(limits, device),
+        inputs=_make_inputs(limits, device, stages),
         limits=limits,
         shapes=() if engine.enforce_eager or not device.is_cuda else shapes,
+        stages=stages,
+    )
+
+
+def _make_inputs(limits: InputLimits, device: Device, stages: DeviceStages | None) -> StepInputs:
+    if stages is None:
+        return StepInputs(limits, device)
+    room = stages.room
+    return StepInputs(
+        limits, device, num_lanes=room.num_stages, max_in_flight=room.max_steps_in_flight
     )
 
 
@@ -183,6 +226,7 @@ def make_runner(
         max_model_len=job.max_model_len if is_trial else min(job.max_model_len, room),
         is_deterministic=job.engine.deterministic,
         graph_shapes=parts.shapes if shapes is None else shapes,
+        stages=parts.stages,
     )
 
 
@@ -195,7 +239,8 @@ def _fit_kv(
     scrap = KvTensors(job.geometry, 2, job.part, device.torch_device)
     keys, values = scrap.layer(0)
     read = LayerAttention(keys_SJD=keys, values_SJD=values, window=None)
-    num_sizes = parts.attention.warm_up(read, job.model.num_heads, job.max_model_len)
+    num_heads = parts.model.config.num_heads
+    num_sizes = parts.attention.warm_up(read, num_heads, job.max_model_len)
     report("warm up attention", clock.now() - started_s, f"{num_sizes} sizes of chunks")
     started_s = clock.now()
     trial = make_runner(job, parts, scrap, (), is_trial=True)
@@ -220,13 +265,14 @@ def _fit_kv(
         f"{picture.own_bytes // MIB} MiB taken, {passing_bytes // MIB} MiB now and then, "
         f"{graph_bytes // MIB} MiB for graphs",
     )
-    return fit_blocks(
+    num_blocks = fit_blocks(
         picture,
         block_bytes=job.geometry.bytes_per_block_on(job.part),
         block_size=job.geometry.block_size,
         wished_bytes=job.engine.kv_cache_memory_bytes,
         wished_tokens=job.engine.max_model_len,
     )
+    return agree_on_least(job.exchange, "KV blocks", num_blocks)
 
 
 def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
@@ -242,11 +288,51 @@ def _measure_graphs(job: LoadJob, parts: EngineParts, scrap: KvTensors) -> int:
     return first + max(MIB, both - first, both // 2) * len(parts.shapes)
 
 
+def _connect_ranks(
+    job: LoadJob, limits: InputLimits, device: Device, memory_kind: MemoryKind | None
+) -> TensorRanks | None:
+    """Meets the other tensor ranks of this stage; None where there are none."""
+    shard, config = job.shard, job.model
+    if shard is None or shard.tensor_parallel == 1:
+        return None
+    assert job.exchange is not None
+    first = shard.part.stage * shard.tensor_parallel
+    # Room for the activations of the largest step, and for a row of logits at the least.
+    num_bytes = max(
+        min(limits.max_rows, MAX_RING_ROWS)
+        * config.hidden_size
+        * TORCH_DTYPES[job.engine.dtype].itemsize,
+        (config.vocab_size // shard.tensor_parallel + 4) * torch.float32.itemsize,
+    )
+    members = range(first, first + shard.tensor_parallel)
+    return connect_tensor_ranks(
+        job.exchange,
+        members,
+        num_bytes,
+        device,
+        memory_kind,
+        is_deterministic=job.engine.deterministic,
+    )
+
+
+def _connect_stages(
+    job: LoadJob, limits: InputLimits, device: Device, memory_kind: MemoryKind | None
+) -> DeviceStages | None:
+    """Meets the stages before and behind; None where there is one."""
+    shard = job.shard
+    if shard is None or shard.num_stages == 1:
+        return None
+    assert job.exchange is not None
+    room = StageRoom(
+        num_stages=shard.num_stages,
+        max_rows=limits.max_rows,
+        max_samples=limits.max_samples,
+        hidden_size=job.model.hidden_size,
+        dtype=TORCH_DTYPES[job.engine.dtype],
+    )
+    return connect_device_stages(job.exchange, shard, room, device, memory_kind)
+
+
 def _check(job: LoadJob) -> None:
-    if job.geometry.num_ranks > 1:
-        raise ConfigError(
-            "device cuda computes with one rank: tensor_parallel_size and pipeline_parallel_size "
-            f"must be 1, got {job.geometry.tensor_parallel} and {job.geometry.pipeline_parallel}"
-        )
     if not torch.cuda.is_available():
         raise ConfigError("device cuda needs a CUDA GPU and a torch built for it, found none")

@@ -21,13 +21,20 @@ DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 class StepEvent(Protocol):
     """A point in the device's work."""
 
+    def query(self) -> bool:
+        """Says whether the device has been there."""
+        ...
+
     def synchronize(self) -> None:
-        """Waits until the device is there."""
+        """Waits until the device is there; callable from any thread."""
         ...
 
 
 class _Reached:
     """A point that is always passed."""
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         return
@@ -66,6 +73,13 @@ class Device:
     def name(self) -> str:
         """What it calls itself."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
+
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors; the interpreter runs one program at a time."""
+        if not self.is_cuda:
+            return 1
+        return torch.cuda.get_device_properties(self.torch_device).multi_processor_count
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns host memory that the device can copy from and to by itself."""

@@ -94,5 +94,6 @@ def _weights_by_shape(weights: ModelWeights) -> Mapping[LayerShape, Sequence[Ten
     for layer in weights.layers:
         for weight in (layer.qkv_NE, layer.out_EN, layer.gate_up_NE, layer.down_EN):
             found.setdefault(_shape_of(weight), []).append(weight)
-    found.setdefault(_shape_of(weights.head_VE), []).append(weights.head_VE)
+    if weights.head_VE.shape[0]:
+        found.setdefault(_shape_of(weights.head_VE), []).append(weights.head_VE)
     return found

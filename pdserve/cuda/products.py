@@ -70,7 +70,10 @@ class Products:
         return out
 
     def logits(self, x_MK: Tensor, head_VK: Tensor) -> Tensor:
-        """Returns logits, float32 [M, V]: a bfloat16 of 30 could not tell 0.2 apart."""
+        """Returns logits of the head's tokens, float32.
+
+        A bfloat16 of 30 could not tell 0.2 apart.
+        """
         num_rows, vocab_size = x_MK.shape[0], head_VK.shape[0]
         out = self._workspace.logits(num_rows)
         plan = self._choose(num_rows, vocab_size, x_MK.shape[1])

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from pdserve.config.model import ModelConfig
+from pdserve.layers.parallel import Shard
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_dummy import NORM_SUFFIX
+from pdserve.models.weights_sharded import ShardedWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +37,19 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """A whole model."""
+    """A whole model, or what one rank has of it."""
 
     embedding_VE: Tensor
+    """Of no token but in the first stage, and in the last one where it is the head."""
     layers: tuple[LayerWeights, ...]
+    first_layer: int = 0
+    """The place of the first of them in the model."""
     final_gain_E: Tensor
+    """Of the norm behind them: the model's last, or that of the next stage's first layer."""
     head_VE: Tensor
-    """The embedding itself where the two are tied."""
+    """The embedding itself where the two are tied; of no token but in the last stage."""
+    first_token_id: int = 0
+    """Of both: a tensor rank has those of its share of the vocabulary."""
 
 
 class DeviceDummyWeights:
@@ -69,28 +77,56 @@ class DeviceDummyWeights:
 
 
 def load_weights(
-    config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard | None = None,
 ) -> ModelWeights:
     """Copies a model to a device, tensor by tensor: no second copy of it is ever whole.
+
+    Args:
+        config: as large as what is loaded.
+        source: of the whole model's weights.
+        dtype: of weights.
+        device: that computes.
+        shard: this rank's part; None is everything.
 
     Raises:
         ConfigError: a weight is missing or has another shape.
     """
+    vocabulary, layers, adds_biases = range(config.vocab_size), range(config.num_layers), True
+    is_first = is_last = True
+    if shard is not None:
+        source = ShardedWeights(source, shard)
+        vocabulary, layers = shard.share_of(config.vocab_size), shard.part.layers
+        adds_biases = shard.part.tensor_rank == 0
+        is_first, is_last = shard.is_first_stage, shard.is_last_stage
     loader = _Loader(source, dtype, device)
-    vocab_shape = (config.vocab_size, config.hidden_size)
-    embedding = loader.take("model.embed_tokens.weight", vocab_shape)
-    head = embedding
-    if not config.has_tied_embeddings:
-        head = loader.take("lm_head.weight", vocab_shape)
+    vocab_shape = (len(vocabulary), config.hidden_size)
+    embedding = head = torch.empty((0, config.hidden_size), dtype=dtype, device=device)
+    if is_first or (is_last and config.has_tied_embeddings):
+        embedding = loader.take("model.embed_tokens.weight", vocab_shape)
+    if is_last:
+        is_tied = config.has_tied_embeddings
+        head = embedding if is_tied else loader.take("lm_head.weight", vocab_shape)
+    next_norm = "model.norm" if is_last else f"model.layers.{layers.stop}.input_layernorm"
     return ModelWeights(
         embedding_VE=embedding,
-        layers=tuple(_load_layer(config, index, loader) for index in range(config.num_layers)),
-        final_gain_E=loader.take("model.norm.weight", (config.hidden_size,)),
+        layers=tuple(
+            _load_layer(config, index, loader, adds_biases=adds_biases) for index in layers
+        ),
+        first_layer=layers.start,
+        final_gain_E=loader.take(f"{next_norm}.weight", (config.hidden_size,)),
         head_VE=head,
+        first_token_id=vocabulary.start,
     )
 
 
-def _load_layer(config: ModelConfig, index: int, loader: "_Loader") -> LayerWeights:
+def _load_layer(
+    config: ModelConfig, index: int, loader: "_Loader", *, adds_biases: bool
+) -> LayerWeights:
+    """Loads a layer; biases of sums over all ranks are added on one of them."""
     name = f"model.layers.{index}"
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -111,12 +147,12 @@ def _load_layer(config: ModelConfig, index: int, loader: "_Loader") -> LayerWeig
         q_gain_D=gain("q"),
         k_gain_D=gain("k"),
         out_EN=loader.stack(out, queries),
-        out_bias_E=loader.stack_biases(out) if config.has_output_bias else None,
+        out_bias_E=loader.stack_biases(out) if config.has_output_bias and adds_biases else None,
         mlp_gain_E=loader.take(f"{name}.post_attention_layernorm.weight", (hidden,)),
         gate_up_NE=loader.stack(gate_up, hidden),
         gate_up_bias_N=loader.stack_biases(gate_up) if config.has_mlp_bias else None,
         down_EN=loader.stack(down, inner),
-        down_bias_E=loader.stack_biases(down) if config.has_mlp_bias else None,
+        down_bias_E=loader.stack_biases(down) if config.has_mlp_bias and adds_biases else None,
     )
 
 

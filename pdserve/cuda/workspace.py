@@ -26,6 +26,8 @@ class WorkspaceSize:
     """Rows of logits at a time."""
     max_product_bytes: int
     """Output of the largest product but the head's, split sums included."""
+    logits_columns: int
+    """Of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +61,12 @@ class Workspace:
         samples = size.max_sample_rows
         self._picked = torch.empty((2, samples, hidden), dtype=dtype, device=device)
         self._picked_heads = torch.empty((2, samples, *heads[1:]), dtype=dtype, device=device)
-        self._logits = torch.empty((samples, config.vocab_size), dtype=torch.float32, device=device)
+        shape = (samples, size.logits_columns)
+        self._logits = torch.empty(shape, dtype=torch.float32, device=device)
+        self._all_logits = self._logits
+        if size.logits_columns < config.vocab_size:
+            shape = (samples, config.vocab_size)
+            self._all_logits = torch.empty(shape, dtype=torch.float32, device=device)
 
     def rows(self, num_rows: int) -> RowBuffers:
         """Returns the buffers of a step's rows."""
@@ -90,9 +97,14 @@ class Workspace:
         return self._product[:num_bytes].view(dtype).view(shape)
 
     def logits(self, num_rows: int) -> Tensor:
-        """Returns room for logits, float32 [R, V]."""
+        """Returns room for this rank's logits, float32."""
         assert num_rows <= self.size.max_sample_rows
         return self._logits[:num_rows]
+
+    def all_logits(self, num_rows: int) -> Tensor:
+        """Returns room for the logits of all ranks, float32 [R, V]."""
+        assert num_rows <= self.size.max_sample_rows
+        return self._all_logits[:num_rows]
 
     @property
     def num_bytes(self) -> int:
@@ -108,4 +120,6 @@ class Workspace:
             self._picked_heads,
             self._logits,
         )
-        return sum(buffer.nbytes for buffer in buffers)
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        is_shared = self._all_logits is self._logits
+        return num_bytes + (0 if is_shared else self._all_logits.nbytes)

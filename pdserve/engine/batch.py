@@ -33,9 +33,9 @@ class SequenceSlice:
     """The prompt tokens that follow the slice's leading tokens, one each: their log-probabilities
     are asked for. Empty unless the request wants them."""
     awaits_token: bool = False
-    """The slice's last token is the one that the step launched just before this one samples for
-    the same request: the host does not know it yet. Start, end, block table and output index are
-    as if it did."""
+    """The slice's last token is the one that the newest step in flight with the same request
+    samples for it: the host does not know it yet. Start, end, block table and output index are as
+    if it did."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +49,7 @@ class SequenceSlice:
 
     @property
     def is_awaitable(self) -> bool:
-        """Says whether the next step may await this slice's token: it is chosen on the device."""
+        """Says whether a later step may await this slice's token: it is chosen on the device."""
         return not self.prompt_targets and is_chosen_on_device(self.request)
 
 
@@ -80,6 +80,14 @@ class StepResult:
 class PendingStep(Protocol):
     """A step that was launched."""
 
+    def is_over(self) -> bool:
+        """Says whether `result` would return at once."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until `is_over`; callable from any thread, beside the one that launches."""
+        ...
+
     def result(self) -> StepResult:
         """Waits for the step's end; called once, in the order of the launches."""
         ...
@@ -95,9 +103,10 @@ class StepRunner(Protocol):
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Steps that may be launched before the result of the first of them is taken: 1 or 2.
+        """Steps that may be launched before the result of the first of them is taken.
 
-        With 1 no slice ever awaits a token.
+        As many as there are pipeline stages, which then never are given a slice that awaits a
+        token; or one more, where tokens are fed on the device.
         """
         ...
 
@@ -110,15 +119,23 @@ class StepRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """The `PendingStep` of a runner that computes a step while it is launched."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lookahead:
+    """What may be planned while steps are in flight."""
 
-    _result: StepResult
+    num_stages: int = 1
+    """Stages of the pipeline. Each computes another step, so running sequences are split into as
+    many steps of their own."""
+    feeds_tokens: bool = True
+    """A slice may await a token; else a sequence that samples is in one step at a time."""
 
-    def result(self) -> StepResult:
-        """Returns at once."""
-        return self._result
+
+ONE_STAGE = Lookahead()
+
+
+def lookahead_of(runner: StepRunner, num_stages: int) -> Lookahead:
+    """Returns what the runner of a pipeline of so many stages allows."""
+    return Lookahead(num_stages=num_stages, feeds_tokens=runner.max_steps_in_flight > num_stages)
 
 
 def is_chosen_on_device(request: Request) -> bool:

@@ -1,20 +1,53 @@
 """Computes step plans: from token ids and block tables to sampled tokens."""
 
 from collections.abc import Callable
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from pdserve.cache.kv_tensors import KvTensors
-from pdserve.engine.batch import CompletedStep, StepPlan, StepResult
+from pdserve.engine.batch import StepPlan, StepResult
 from pdserve.engine.forward_batch import build_batch
 from pdserve.engine.host_sampling import sample_slice
 from pdserve.engine.warm_up import make_warm_up_plans
+from pdserve.layers.parallel import Arriving
 from pdserve.models.llama import LlamaModel
 from pdserve.request import (
     RequestId,
     SampledToken,
 )
 from pdserve.sampler import score_token
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step whose logits may still be on their way from the last stage."""
+
+    plan: StepPlan
+    logits: Arriving
+
+    def is_over(self) -> bool:
+        """Says whether the logits are here."""
+        return self.logits.is_here
+
+    def wait(self) -> None:
+        """Waits for them."""
+        self.logits.wait()
+
+    def result(self) -> StepResult:
+        """Waits for logits, then samples where asked."""
+        # At most a row per token of the step: its token budget bounds the memory.
+        rows = iter(self.logits.wait())
+        sampled: dict[RequestId, SampledToken] = {}
+        prompt_logprobs = {}
+        for part in self.plan.slices:
+            if part.prompt_targets:
+                num_top = part.request.sampling.prompt_logprobs or 0
+                scored = [
+                    score_token(next(rows), target, num_top) for target in part.prompt_targets
+                ]
+                prompt_logprobs[part.request.request_id] = tuple(scored)
+            if part.output_index is not None:
+                sampled |= sample_slice(part, next(rows))
+        return StepResult(sampled=sampled, prompt_logprobs=prompt_logprobs)
 
 
 class ModelRunner:
@@ -49,15 +82,13 @@ class ModelRunner:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """A step ends before `launch` returns."""
-        return 1
+        """One for each stage: the step is through this one before `launch` returns."""
+        return self.model.num_stages
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
-        """Computes a step on this very thread; raises what `run` raises."""
-        return CompletedStep(self.run(plan))
+    def launch(self, plan: StepPlan) -> ComputedStep:
+        """Copies blocks, computes every slice and writes its KV, on this very thread.
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Copies blocks, computes every slice, writes its KV and samples where asked.
+        Later stages of the pipeline do their part meanwhile.
 
         Raises:
             ValueError: a slice is empty, names tokens or blocks out of range, or is longer than
@@ -66,23 +97,14 @@ class ModelRunner:
         self._check(plan)
         if self._announce is not None:
             self._announce(plan)
-        # At most a row per token of the step: its token budget bounds the memory.
-        rows = iter(self.compute(plan))
-        sampled: dict[RequestId, SampledToken] = {}
-        prompt_logprobs = {}
-        for part in plan.slices:
-            if part.prompt_targets:
-                num_top = part.request.sampling.prompt_logprobs or 0
-                scored = [
-                    score_token(next(rows), target, num_top) for target in part.prompt_targets
-                ]
-                prompt_logprobs[part.request.request_id] = tuple(scored)
-            if part.output_index is not None:
-                sampled |= sample_slice(part, next(rows))
-        return StepResult(sampled=sampled, prompt_logprobs=prompt_logprobs)
+        return ComputedStep(plan, self.compute(plan))
 
-    def compute(self, plan: StepPlan) -> Tensor:
-        """Does this rank's part of a step, which all ranks do at once; returns rank 0's logits."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes a step, waits for it and samples; raises what `launch` raises."""
+        return self.launch(plan).result()
+
+    def compute(self, plan: StepPlan) -> Arriving:
+        """Does this rank's part of a step, which all ranks do; returns rank 0's logits."""
         for source, target in plan.copies:
             self.kv.copy_block(source, target)
         batch = build_batch(plan, self.kv.geometry.block_size)
@@ -105,7 +127,7 @@ class ModelRunner:
         for part in plan.slices:
             request_id = part.request.request_id
             if part.awaits_token:
-                raise ValueError(f"request {request_id} awaits a token, and no step is in flight")
+                raise ValueError(f"request {request_id} awaits a token, which only a device knows")
             if part.end > self.model.max_model_len:
                 raise ValueError(
                     f"request {request_id} reaches {part.end} tokens, "

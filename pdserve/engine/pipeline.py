@@ -4,7 +4,11 @@
     turn:  plan k+2, launch k+2, wait for k+1
     turn:  nothing to plan, wait for k+2        (a lone step is not delayed by the room for another)
 
-With a runner of one step in flight, a turn plans, computes and returns one step.
+With a runner of one step in flight, a turn plans, computes and returns one step. One of several
+stages has a step in flight for each of them, made of other sequences or of later chunks:
+
+    stage 0:  k    k+1  k+2  k+3
+    stage 1:       k    k+1  k+2
 """
 
 from collections import deque
@@ -47,6 +51,25 @@ class StepPipeline:
         """Says that no step is in flight."""
         return not self._launched
 
+    @property
+    def oldest(self) -> PendingStep | None:
+        """The step whose result is taken next; None if nothing is in flight."""
+        return self._launched[0].pending if self._launched else None
+
+    def poll(self) -> EndedStep | None:
+        """Launches as many steps as may and can be, and ends the oldest one if it is over.
+
+        Returns:
+            That one; None if it is not over, or nothing is in flight.
+
+        Raises:
+            ValueError: the runner refuses a plan.
+        """
+        self._launch()
+        if not self._launched or not self._launched[0].pending.is_over():
+            return None
+        return self._end_oldest()
+
     def turn(self) -> EndedStep | None:
         """Launches as many steps as may and can be, then waits for the oldest one.
 
@@ -56,12 +79,16 @@ class StepPipeline:
         Raises:
             ValueError: the runner refuses a plan.
         """
+        self._launch()
+        return self._end_oldest() if self._launched else None
+
+    def _launch(self) -> None:
         while len(self._launched) < self._runner.max_steps_in_flight:
             plan = self._plan_step()
             if plan is None:
-                break
+                return
             self._launched.append(_LaunchedStep(plan, self._runner.launch(plan)))
-        if not self._launched:
-            return None
+
+    def _end_oldest(self) -> EndedStep:
         oldest = self._launched.popleft()
         return EndedStep(oldest.plan, oldest.pending.result())

@@ -73,6 +73,8 @@ class SequenceState:
     """Decode only: it came to be computed here, and nobody chose that."""
     is_announced: bool = False
     """Prefill only: its reservation was asked for."""
+    lane: int | None = None
+    """Decode only: which steps of a pipeline it runs in; None: in none yet."""
     is_awaitable: bool = field(init=False)
     """A step may be planned for a token of it that is still in flight."""
 
@@ -316,6 +318,22 @@ def num_chunk_tokens(start: int, end: int, budget: int, *, may_split_tile: bool)
     if last_tile_end > start:
         return last_tile_end - start
     return budget if may_split_tile else 0
+
+
+def chunk_budget(budget: int, num_pending: int, num_stages: int) -> int:
+    """Returns how many prompt tokens one step of a pipeline takes at most.
+
+    A prompt that is alone is cut up, so that its first chunks are in later stages while the
+    others follow: in 2 chunks a stage, but in none below an eighth of the budget, since small
+    ones are computed less well.
+
+    Args:
+        budget: tokens of a step.
+        num_pending: prompt tokens that wait to be planned.
+        num_stages: of the pipeline.
+    """
+    wanted = max(-(-num_pending // (2 * num_stages)), budget // 8)
+    return min(budget, -(-wanted // ATTENTION_TILE_TOKENS) * ATTENTION_TILE_TOKENS)
 
 
 def make_slice(sequence: SequenceState, num_tokens: int) -> SequenceSlice:

@@ -17,6 +17,8 @@ class WorkerCollector(Collector):
         """Labels are fixed at start, so the number of series never grows."""
         self._values = (model_name, worker_id, role)
         self._heartbeat = rank_pb2.RankHeartbeat()
+        self.num_refused = 0
+        """Connections that the holders of this worker's stages have refused."""
 
     def observe(self, heartbeat: rank_pb2.RankHeartbeat) -> None:
         """Takes the figures to show from now on."""
@@ -71,5 +73,6 @@ class WorkerCollector(Collector):
         yield "pdserve_leases_expired", "Leases that ran out.", counters.leases_expired
         yield "pdserve_stale_refused", "Messages of fenced attempts.", counters.stale_refused
         yield "pdserve_frames_rejected", "Frames that failed a check.", counters.frames_rejected
+        yield "pdserve_stage_connections_refused", "Strangers at stages.", self.num_refused
         yield "pdserve_steps", "Engine steps.", counters.steps
         yield "pdserve_step_seconds", "Seconds spent in engine steps.", counters.step_seconds

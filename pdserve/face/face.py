@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -25,6 +26,7 @@ from pdserve.face.progress import ProgressMonitor
 from pdserve.face.rank_group import RankGroup, start_ranks
 from pdserve.face.rank_process import RankHandlers, RankProcess
 from pdserve.face.service import WorkerService, new_worker_info
+from pdserve.face.stage_claims import ClaimedStage, StageClaimer
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.metrics import serve_metrics
@@ -37,6 +39,8 @@ from pdserve.timeline import MonotonicClock
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_RANK_LOST, EXIT_FROZEN = 0, 1, 3
+
+T = TypeVar("T")
 
 AddServices = Callable[[RpcServer, RankProcess, WorkerConfig], None]
 
@@ -90,18 +94,17 @@ class Face:
         )
         server = make_server(*service_names)
         port = server.bind(config.host, config.port)
-        ranks = self._ranks = start_ranks(rank_module, config, self._incarnation, handlers)
-        rank = self._rank = ranks.leader
         metrics_registry = CollectorRegistry()
         metrics_registry.register(self._collector)
         metrics = serve_metrics(metrics_registry, config.host, config.metrics_port)
         try:
-            self._spawn(self._run_ranks(ranks))
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-            ready = await self._wait_ready(ranks)
-            if ready is None:
+            ranks = await self._unless_stopped(self._start_ranks(rank_module, handlers))
+            ready = None if ranks is None else await self._unless_stopped(ranks.wait_ready())
+            if ranks is None or ready is None:
                 return EXIT_OK
+            rank = ranks.leader
             worker = WorkerService(
                 rank, self._streams, self._log, self._info, config.handoff.call_timeout_s
             )
@@ -111,19 +114,36 @@ class Face:
             await self._open(server, ready, address, metrics.address)
             return await self._exit
         finally:
-            await self._close(server, ranks)
+            await self._close(server)
             metrics.close()
 
-    async def _wait_ready(self, ranks: RankGroup) -> rank_pb2.RankReady | None:
-        """Returns None when a signal came first: loading may take long."""
-        loading = asyncio.create_task(ranks.wait_ready())
+    async def _start_ranks(self, module: str, handlers: RankHandlers) -> RankGroup:
+        config = self._config
+        stages: tuple[ClaimedStage, ...] = ()
+        if config.has_remote_stages:
+            claimer = StageClaimer(
+                config=config,
+                incarnation=self._incarnation,
+                registry=self._registry,
+                say=lambda text: _say(config, text),
+            )
+            stages = await claimer.claim_all()
+        ranks = await start_ranks(module, config, self._incarnation, handlers, stages)
+        self._ranks, self._rank = ranks, ranks.leader
+        self._spawn(self._run_ranks(ranks))
+        return ranks
+
+    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+        """Returns None when a signal came first: starting may take long."""
+        task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stopped_early.wait())
         try:
-            await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-            return await loading if loading.done() else None
+            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
         finally:
-            loading.cancel()
+            task.cancel()
             stopped.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
 
     async def _open(
         self, server: RpcServer, ready: rank_pb2.RankReady, address: str, metrics_address: str
@@ -131,6 +151,9 @@ class Face:
         assert self._ranks is not None
         config = self._config
         self._info.rank_pids.extend(self._ranks.pids)
+        self._info.ranks.extend(
+            self._ranks.describe(config.host, config.engine.tensor_parallel)
+        )  # fmt: skip
         self._info.address = address
         self._info.state = "ready"
         self._monitor.observe(1, 0.0)
@@ -202,6 +225,7 @@ class Face:
     def _on_heartbeat(self, heartbeat: rank_pb2.RankHeartbeat) -> None:
         self._monitor.observe(heartbeat.progress, heartbeat.predicted_step_s)
         self._collector.observe(heartbeat)
+        self._collector.num_refused = 0 if self._ranks is None else self._ranks.num_refused
         self._info.load.CopyFrom(heartbeat.load)
         self._info.ledger.CopyFrom(heartbeat.ledger)
         self._info.ClearField("links")
@@ -266,7 +290,7 @@ class Face:
             logger.error("face task failed", exc_info=error)
         self._finish(EXIT_RANK_LOST)
 
-    async def _close(self, server: RpcServer, ranks: RankGroup) -> None:
+    async def _close(self, server: RpcServer) -> None:
         self._on_close()
         self._info.state = "stopped"
         if self._renewal is not None and self._membership is not None:
@@ -275,7 +299,8 @@ class Face:
             await asyncio.gather(self._renewal, return_exceptions=True)
             await self._membership.leave()
         await server.stop(0.2)
-        await ranks.stop(timeout_s=3.0)
+        if self._ranks is not None:
+            await self._ranks.stop(timeout_s=3.0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,12 +4,13 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdserve.config.wire import worker_config_to_json
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, DeadlineExceeded, PdserveError, WorkerLost
+from pdserve.face.rank_gpus import VISIBLE_GPUS
 from pdserve.process import ChildProcess, spawn
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, make_pair
@@ -17,6 +18,10 @@ from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import rank_pb2
 
 logger = logging.getLogger(__name__)
+
+
+def _ignore_key(rank: int, key: rank_pb2.StoreKey) -> None:
+    """Ranks of one machine meet in a folder."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,12 +32,15 @@ class RankHandlers:
     on_heartbeat: Callable[[rank_pb2.RankHeartbeat], None]
     on_peer_call: Callable[[int, rank_pb2.PeerCall], None]
     on_phase: Callable[[rank_pb2.RankPhase], None]
+    on_key: Callable[[int, rank_pb2.StoreKey], None] = _ignore_key
+    """Takes the rank, too."""
 
 
 @dataclass(slots=True)
 class RankProcess:
     """One rank; `run` must be awaited as a task for anything to arrive."""
 
+    rank: int
     child: ChildProcess
     channel: AsyncChannel
     handlers: RankHandlers
@@ -70,6 +78,8 @@ class RankProcess:
                 self.handlers.on_peer_call(message.call_id, message.peer_call)
             case "phase":
                 self.handlers.on_phase(message.phase)
+            case "key":
+                self.handlers.on_key(self.rank, message.key)
             case "ready":
                 self.ready.set_result(message.ready)
             case "failed":
@@ -143,7 +153,41 @@ class RankPlace:
     rank: int = 0
     rank_fds: tuple[int, ...] = ()
     """On rank 0 the channels to all others, on these the one to rank 0."""
-    group_folder: Path = Path()
+    group_folder: Path | None = None
+    """Where the ranks meet; None where their face relays their keys, or there is only one."""
+    gpu: str | None = None
+    """The one that it sees; None leaves it what its face sees."""
+
+
+def spawn_rank(
+    module: str, config: WorkerConfig, incarnation: Incarnation, place: RankPlace
+) -> tuple[ChildProcess, AsyncChannel]:
+    """Execs `python -m module` with one end of a channel, and returns the other.
+
+    Call from the loop's (main) thread.
+    """
+    ours, theirs = make_pair()
+    # What ps shows to everybody holds no secret; a rank needs neither.
+    told = replace(config, redis_url="", stage_token=None)
+    argv = [sys.executable, "-m", module]
+    argv += ["--channel-fd", str(theirs.fileno()), "--incarnation", str(incarnation)]
+    argv += ["--config", worker_config_to_json(told)]
+    if place.rank_fds:
+        argv += ["--rank", str(place.rank), "--rank-fds", *map(str, place.rank_fds)]
+    if place.group_folder is not None:
+        argv += ["--group-folder", str(place.group_folder)]
+    # One thread a rank: OpenMP barriers between busy processes cost 50x (two cores, torch 2.13).
+    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if place.gpu is not None:
+        environment[VISIBLE_GPUS] = place.gpu
+    child = spawn(
+        argv,
+        pass_fds=(theirs.fileno(), *place.rank_fds),
+        env=environment,
+        name=f"{config.worker_id}-rank{place.rank}",
+    )
+    theirs.close()
+    return child, AsyncChannel(ours)
 
 
 def start_rank(
@@ -153,22 +197,7 @@ def start_rank(
     handlers: RankHandlers,
     place: RankPlace = RankPlace(),
 ) -> RankProcess:
-    """Execs `python -m module` with one end of a channel; call from the loop's (main) thread."""
-    ours, theirs = make_pair()
-    argv = [sys.executable, "-m", module]
-    argv += ["--channel-fd", str(theirs.fileno()), "--incarnation", str(incarnation)]
-    argv += ["--config", worker_config_to_json(config)]
-    if place.rank_fds:
-        argv += ["--rank", str(place.rank), "--group-folder", str(place.group_folder)]
-        argv += ["--rank-fds", *map(str, place.rank_fds)]
-    # One thread a rank: OpenMP barriers between busy processes cost 50x (two cores, torch 2.13).
-    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    child = spawn(
-        argv,
-        pass_fds=(theirs.fileno(), *place.rank_fds),
-        env=environment,
-        name=f"{config.worker_id}-rank{place.rank}",
-    )
-    theirs.close()
+    """Starts a rank on this machine; see `spawn_rank`."""
+    child, channel = spawn_rank(module, config, incarnation, place)
     ready: asyncio.Future[rank_pb2.RankReady] = asyncio.get_running_loop().create_future()
-    return RankProcess(child, AsyncChannel(ours), handlers, ready)
+    return RankProcess(place.rank, child, channel, handlers, ready)

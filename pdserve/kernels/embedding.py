@@ -25,6 +25,9 @@ def embed_kernel(
     HAS_NORM: tl.constexpr,
     BLOCK_E: tl.constexpr,
     USE_PDL: tl.constexpr,
+    IS_SHARE: tl.constexpr = False,
+    first_id=0,
+    num_ids=0,
 ):
     """One program per row."""
     if USE_PDL:
@@ -37,7 +40,11 @@ def embed_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
     token_id = tl.load(token_ids_ptr + row).to(tl.int64)
-    x = tl.load(table_ptr + token_id * table_stride + columns, mask=is_inside, other=0)
+    is_known = is_inside
+    if IS_SHARE:
+        token_id -= first_id
+        is_known = is_inside & (token_id >= 0) & (token_id < num_ids)
+    x = tl.load(table_ptr + token_id * table_stride + columns, mask=is_known, other=0)
     x = x.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + row * residual_stride + columns, x, mask=is_inside)
     if HAS_NORM:
@@ -59,6 +66,26 @@ def embed(token_ids: Tensor, table_VE: Tensor, out_ME: Tensor, *, use_pdl: bool 
         use_pdl: launch while the kernel before still runs.
     """
     _launch(token_ids, table_VE, out_ME, None, None, 0.0, use_pdl)
+
+
+def embed_share(
+    token_ids: Tensor,
+    table_VE: Tensor,
+    first_id: int,
+    out_ME: Tensor,
+    *,
+    use_pdl: bool = False,
+) -> None:
+    """Writes the embeddings of the tokens that a part of the table is for, zeros for all others.
+
+    Args:
+        token_ids: int32 or int64 [M].
+        table_VE: the embeddings of tokens from `first_id` on.
+        first_id: of the table.
+        out_ME: overwritten.
+        use_pdl: launch while the kernel before still runs.
+    """
+    _launch(token_ids, table_VE, out_ME, None, None, 0.0, use_pdl, first_id)
 
 
 def embed_and_norm(
@@ -93,6 +120,7 @@ def _launch(
     out_ME: Tensor | None,
     epsilon: float,
     use_pdl: bool,
+    first_id: int | None = None,
 ) -> None:
     num_rows, num_columns = residual_ME.shape
     assert table_VE.stride(-1) == residual_ME.stride(-1) == 1
@@ -113,5 +141,8 @@ def _launch(
         HAS_NORM=weight_E is not None,
         BLOCK_E=block,
         USE_PDL=use_pdl,
+        IS_SHARE=first_id is not None,
+        first_id=0 if first_id is None else first_id,
+        num_ids=table_VE.shape[0],
         **launch_options(min(max(block // 256, 1), 16), use_pdl=use_pdl),
     )

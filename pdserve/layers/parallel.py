@@ -46,23 +46,52 @@ class TensorGroup(Protocol):
         ...
 
 
+class Arriving(Protocol):
+    """A tensor that may still be on its way."""
+
+    @property
+    def is_here(self) -> bool:
+        """Says whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Returns it once it is here; may be called again, but by one thread at a time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An `Arriving` that was here from the start."""
+
+    tensor: Tensor
+
+    @property
+    def is_here(self) -> bool:
+        """Says yes."""
+        return True
+
+    def wait(self) -> Tensor:
+        """Returns it."""
+        return self.tensor
+
+
 class StageLink(Protocol):
-    """The neighbours of a pipeline stage."""
+    """The neighbours of a pipeline stage. Everything arrives in the order in which it was sent."""
 
     def receive(self, num_rows: int, num_columns: int) -> Tensor:
         """Waits for the activations of the stage before."""
         ...
 
     def send(self, x_MN: Tensor) -> None:
-        """Gives activations to the stage behind."""
+        """Gives activations to the stage behind; waits only if that is several steps behind."""
         ...
 
-    def receive_logits(self, num_rows: int, num_columns: int) -> Tensor:
-        """Waits, on rank 0, for what the last stage computed."""
+    def expect_logits(self, num_rows: int, num_columns: int) -> Arriving:
+        """Returns, on rank 0, what the last stage will make of the activations sent last."""
         ...
 
     def send_logits(self, logits: Tensor) -> None:
-        """Gives logits to rank 0."""
+        """Gives logits to rank 0, like `send`."""
         ...
 
 

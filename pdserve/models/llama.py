@@ -21,7 +21,7 @@ from pdserve.config.model import ModelConfig
 from pdserve.layers.attention import ForwardBatch, attend, make_reach
 from pdserve.layers.linear import Linear, LinearBackend, check_cuts, choose_backend
 from pdserve.layers.norm import RmsNorm
-from pdserve.layers.parallel import Shard, make_whole_shard
+from pdserve.layers.parallel import Arrived, Arriving, Shard, make_whole_shard
 from pdserve.layers.rotary import RotaryEmbedding, Turns, rotate
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_sharded import ShardedWeights
@@ -87,9 +87,16 @@ class LlamaModel:
         reaches = {window: make_reach(window, max_tile_kv, self._dtype) for window in set(windows)}
         self._reach_of_layer = tuple(reaches[window] for window in windows)
 
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline that this is a part of."""
+        return self._shard.num_stages
+
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KvTensors) -> Arriving:
         """Computes every row, writes its KV, and returns logits of the rows that sample.
+
+        Where there are later stages it does not wait for them.
 
         Returns:
             float32 [num_sample_rows, V] on rank 0; on other ranks it means nothing.
@@ -118,7 +125,7 @@ class LlamaModel:
             x_ME = layer.finish(x_ME, heads_ME)
         else:
             return self._leave(x_ME, batch)
-        return torch.empty(0, self.config.vocab_size)
+        return Arrived(torch.empty(0, self.config.vocab_size))
 
     def _enter(self, batch: ForwardBatch) -> Tensor:
         """Embeds token ids, or takes what the stage before made of them."""
@@ -135,23 +142,23 @@ class LlamaModel:
         # Exact: all ranks but one add zero.
         return shard.group.sum(torch.where(is_mine.unsqueeze(1), x_ME, 0.0))
 
-    def _leave(self, x_ME: Tensor, batch: ForwardBatch) -> Tensor:
-        """Computes logits, or hands activations on and takes the logits that come of them."""
+    def _leave(self, x_ME: Tensor, batch: ForwardBatch) -> Arriving:
+        """Computes logits, or hands activations on and returns the logits that come of them."""
         shard = self._shard
         num_rows, vocab_size = batch.sample_rows.numel(), self.config.vocab_size
         if not shard.is_last_stage:
             assert shard.stages is not None
             shard.stages.send(x_ME)
             if shard.part.rank > 0 or not num_rows:
-                return torch.empty(0, vocab_size)
-            return shard.stages.receive_logits(num_rows, vocab_size)
+                return Arrived(torch.empty(0, vocab_size))
+            return shard.stages.expect_logits(num_rows, vocab_size)
         assert self._head is not None
         logits = self._head(self._norm(x_ME)).float()
         if shard.group is not None:
             logits = shard.group.gather(logits, shard.widths_of(vocab_size))
         if shard.stages is not None and shard.part.tensor_rank == 0:
             shard.stages.send_logits(logits)
-        return logits
+        return Arrived(logits)
 
 
 class _Layer:

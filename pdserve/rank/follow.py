@@ -9,11 +9,12 @@ from typing import Protocol
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import WorkerConfig
-from pdserve.engine.step_codec import plan_from_wire
+from pdserve.engine.step_codec import PlanDecoder
 from pdserve.rank.followers import Leader
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.step_results import ResultSender
 from pdserve.request import Incarnation
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
 from pdserve.timeline import MonotonicClock
@@ -70,11 +71,12 @@ def follow(
         ChannelClosed: rank 0 or the face died while something was sent to it.
     """
     loaded = load_rank(config, arguments, MonotonicClock(), _say_nothing)
-    runner = loaded.make_runner(None)
     leader = Leader(arguments.rank_channels[0])
+    runner = loaded.make_runner(None, ResultSender(leader.tell, inbox))
+    decoder = PlanDecoder()
 
     def compute(work: rank_pb2.StepWork) -> None:
-        runner.compute(plan_from_wire(work))
+        runner.compute(decoder.decode(work))
 
     context = FollowerContext(
         config=loaded.worker,

@@ -16,9 +16,18 @@ from pdserve.models.folder import (
     geometry_of,
     read_model_config,
 )
-from pdserve.rank.backend import Announce, Backend, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.backend import (
+    Announce,
+    Backend,
+    LoadJob,
+    RankRunner,
+    ReportPhase,
+    StepResults,
+)
 from pdserve.rank.cpu_backend import CpuBackend
+from pdserve.rank.exchange import RankExchange
 from pdserve.rank.gloo_groups import connect_stages, connect_tensor_group
+from pdserve.rank.meeting import Meeting
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import BlockingChannel
 from pdserve.timeline import Clock
@@ -30,7 +39,7 @@ class RankArguments:
 
     incarnation: Incarnation
     rank: int
-    group_folder: Path
+    meeting: Meeting
     """Where the ranks of a replica find each other."""
     rank_channels: tuple[BlockingChannel, ...]
     """On rank 0 to each other rank, on these to rank 0."""
@@ -45,7 +54,7 @@ class LoadedRank:
     config: ModelConfig
     geometry: KvGeometry
     kv: KvTensors
-    make_runner: Callable[[Announce | None], RankRunner]
+    make_runner: Callable[[Announce | None, StepResults | None], RankRunner]
     max_model_len: int
     """What both the model and the memory allow."""
 
@@ -64,8 +73,12 @@ def load_rank(
     config = replace(config, engine=effective_engine(model_config, config.engine))
     max_model_len = effective_max_model_len(model_config, config.engine.max_model_len)
     geometry = geometry_of(model_config, config.engine)
-    shard = None
-    if geometry.num_ranks > 1:
+    shard, exchange = None, None
+    if geometry.num_ranks > 1 and config.engine.device == "cuda":
+        store = arguments.meeting.store("exchange", geometry.num_ranks)
+        exchange = RankExchange(store, arguments.rank, geometry.num_ranks)
+        shard = make_device_shard(model_config, geometry, arguments.rank)
+    elif geometry.num_ranks > 1:
         shard = _make_shard(model_config, geometry, arguments, config.host)
     job = LoadJob(
         folder=folder,
@@ -75,6 +88,7 @@ def load_rank(
         part=geometry.parts[arguments.rank],
         shard=shard,
         max_model_len=max_model_len,
+        exchange=exchange,
     )
     parts = choose_backend(config.engine).load(job, clock, report)
     return LoadedRank(
@@ -97,18 +111,29 @@ def choose_backend(engine: EngineConfig) -> Backend:
     return CudaBackend(cache_folder() / "products")
 
 
+def make_device_shard(config: ModelConfig, geometry: KvGeometry, rank: int) -> Shard:
+    """Returns a rank's part where sums go from device to device: partial products are added."""
+    return Shard(
+        whole=config,
+        part=geometry.parts[rank],
+        tensor_parallel=geometry.tensor_parallel,
+        num_stages=geometry.pipeline_parallel,
+        is_exact=False,
+    )
+
+
 def _make_shard(
     config: ModelConfig, geometry: KvGeometry, arguments: RankArguments, host: str
 ) -> Shard:
     part = geometry.parts[arguments.rank]
     tensor, stages = geometry.tensor_parallel, geometry.pipeline_parallel
-    folder, dtype = arguments.group_folder, TORCH_DTYPES[geometry.dtype]
+    meeting, dtype = arguments.meeting, TORCH_DTYPES[geometry.dtype]
     return Shard(
         whole=config,
         part=part,
         tensor_parallel=tensor,
         num_stages=stages,
         is_exact=geometry.dtype == "float32",
-        group=connect_tensor_group(folder, part, tensor, host),
-        stages=connect_stages(folder, part, tensor, stages, dtype, host),
+        group=connect_tensor_group(meeting, part, tensor, host),
+        stages=connect_stages(meeting, part, tensor, stages, dtype, host),
     )

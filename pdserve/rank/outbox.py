@@ -16,7 +16,7 @@ class Outbox:
         self._next_call_id = 1
 
     def send(self, message: rank_pb2.FromRank) -> None:
-        """Sends now."""
+        """Sends now; this alone any thread may do."""
         self._channel.send(message.SerializeToString())
 
     def reply(self, call_id: int, reply: rank_pb2.RankReply) -> None:

@@ -5,9 +5,10 @@ import gc
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,14 +25,20 @@ from pdserve.rank.follow import BuildFollower, follow
 from pdserve.rank.followers import Followers
 from pdserve.rank.inbox import Inbox, read_channel
 from pdserve.rank.loading import RankArguments, load_rank
+from pdserve.rank.meeting import FolderMeeting, KeyBook, RelayedMeeting
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.spans import Describe, SpanEngine, SpanRunner, post_noter
 from pdserve.rank.step_loop import Engine, StepLoop
 from pdserve.request import Incarnation
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
+from pdserve.spans import SpanFile, SpanLog
 from pdserve.timeline import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0002
+"""How long a thread that computes in Python keeps others waiting for their turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,18 +61,43 @@ class RankContext:
     """Where they listen for links, on decode."""
     full_step_s: float = 0.0
     """A step that uses the whole token budget, as measured at start."""
+    spans: SpanLog | None = None
+    """Takes the stages of requests, where they are wanted."""
 
 
-def run_rank(build: Callable[[RankContext], Engine], build_follower: BuildFollower) -> int:
-    """Runs this process; returns its exit status."""
-    config, channel, arguments = _parse_arguments()
+def run_rank(
+    build: Callable[[RankContext], Engine], build_follower: BuildFollower, describe: Describe
+) -> int:
+    """Runs this process; returns its exit status.
+
+    Args:
+        build: makes the engine of rank 0.
+        build_follower: makes what another rank is.
+        describe: words for what is posted to the inbox, where spans are wanted.
+    """
+    config, channel, parsed = _parse_arguments()
     torch.set_num_threads(1)
-    inbox, outbox = Inbox(), Outbox(channel)
+    # Launching a prompt's kernels keeps the engine thread in Python for 20 ms (H200, 32 layers); by
+    # default each step of a link's thread would wait for 5 of them.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    clock = MonotonicClock()
+    spans = _open_spans(config, parsed.rank)
+    inbox = Inbox(None if spans is None else post_noter(describe, spans, clock))
+    outbox, keys = Outbox(channel), KeyBook()
+    arguments = _make_arguments(parsed, keys, outbox)
+    # From the start: other ranks' keys come over this channel while this one loads.
+    read_channel(channel, inbox, keys, has_calls=arguments.rank == 0)
     try:
         if arguments.rank > 0:
             follow(config, arguments, inbox, outbox, build_follower)
         else:
-            _lead(config, arguments, inbox, outbox, channel, build)
+            context = replace(_load(config, arguments, inbox, outbox), spans=spans)
+            if spans is not None:
+                context = replace(context, runner=SpanRunner(context.runner, spans, clock))
+            engine = build(context)
+            if spans is not None:
+                engine = SpanEngine(engine, describe, spans, clock)
+            _lead(context, engine)
     except ConfigError as error:
         outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=True)))
         return 2
@@ -78,26 +110,33 @@ def run_rank(build: Callable[[RankContext], Engine], build_follower: BuildFollow
     return 0
 
 
-def _parse_arguments() -> tuple[WorkerConfig, BlockingChannel, RankArguments]:
+def _parse_arguments() -> tuple[WorkerConfig, BlockingChannel, argparse.Namespace]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--rank-fds", type=int, nargs="*", default=[])
-    parser.add_argument("--group-folder", type=Path, default=Path())
+    parser.add_argument("--group-folder", type=Path, default=None)
     parsed = parser.parse_args()
     config = worker_config_from_json(parsed.config)
     process = f"rank{parsed.rank}" if parsed.rank_fds else "rank"
     fields = {"worker_id": config.worker_id, "process": process}
     configure_logging(config.log_level, fields)
-    arguments = RankArguments(
+    return config, _channel_of(parsed.channel_fd), parsed
+
+
+def _make_arguments(parsed: argparse.Namespace, keys: KeyBook, outbox: Outbox) -> RankArguments:
+    def tell(key: str, value: bytes) -> None:
+        outbox.send(rank_pb2.FromRank(key=rank_pb2.StoreKey(key=key, value=value)))
+
+    folder: Path | None = parsed.group_folder
+    return RankArguments(
         incarnation=Incarnation(parsed.incarnation),
         rank=parsed.rank,
-        group_folder=parsed.group_folder,
+        meeting=RelayedMeeting(keys, tell) if folder is None else FolderMeeting(folder),
         rank_channels=tuple(_channel_of(fd) for fd in parsed.rank_fds),
     )
-    return config, _channel_of(parsed.channel_fd), arguments
 
 
 def _channel_of(fd: int) -> BlockingChannel:
@@ -106,24 +145,19 @@ def _channel_of(fd: int) -> BlockingChannel:
     return BlockingChannel(sock)
 
 
-def _lead(
-    config: WorkerConfig,
-    arguments: RankArguments,
-    inbox: Inbox,
-    outbox: Outbox,
-    channel: BlockingChannel,
-    build: Callable[[RankContext], Engine],
-) -> None:
+def _open_spans(config: WorkerConfig, rank: int) -> SpanLog | None:
+    if config.span_folder is None:
+        return None
+    return SpanFile(Path(config.span_folder), f"{config.worker_id}-rank{rank}")
+
+
+def _lead(context: RankContext, engine: Engine) -> None:
     """Lives as rank 0."""
-    context = _load(config, arguments, inbox, outbox)
-    engine = build(context)
+    inbox, outbox = context.inbox, context.outbox
     # What is loaded by now stays: a full collection that walks over all of torch takes 0.1 s, in
     # the middle of somebody's stream.
     gc.collect()
     gc.freeze()
-    read_channel(channel, inbox)
-    if context.followers is not None:
-        context.followers.read_into(inbox)
     _announce(context)
     # What was loaded stays: without this, each full collection walks over all of it (tens of
     # milliseconds behind torch and gRPC) while a device waits for its next step.
@@ -135,7 +169,7 @@ def _lead(
             inbox,
             outbox,
             context.clock,
-            config.heartbeat_s / 2,
+            context.config.heartbeat_s / 2,
             full_step_s=context.full_step_s,
         )
         loop.run()
@@ -160,9 +194,10 @@ def _load(
     if loaded.geometry.num_ranks > 1:
         followers = Followers(arguments.rank_channels)
         follower_links = followers.wait_ready()
+        followers.read_into(inbox)
     started_s = clock.now()
     announce = None if followers is None else followers.announce
-    runner = loaded.make_runner(announce)
+    runner = loaded.make_runner(announce, None if followers is None else followers.results)
     runner.warm_up()
     warm_s = clock.now()
     runner.warm_up()

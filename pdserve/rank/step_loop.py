@@ -2,8 +2,10 @@
 
 from typing import Protocol
 
+from pdserve.engine.batch import PendingStep
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.step_waiter import StepOver, StepWaiter
 from pdserve.rpc.v1 import rank_pb2
 from pdserve.timeline import Clock
 
@@ -22,15 +24,24 @@ class Engine(Protocol):
         """Looks at clocks: leases, deadlines, hold times."""
         ...
 
-    def step(self) -> bool:
-        """Ends one step, launching what can be launched before it waits for that one.
+    @property
+    def awaited(self) -> PendingStep | None:
+        """The oldest step in flight."""
+        ...
 
-        At most one step is waited for, so a turn takes no longer than the longest step, and the
-        time of turns adds up to the time the device is at work.
+    def step(self) -> bool:
+        """Launches what can be launched, and ends the oldest step if it is over; waits for none.
+
+        A device that computes in `launch` has ended its step by then, so a turn takes no longer
+        than the longest step.
 
         Returns:
-            False when nothing was in flight and nothing could be launched.
+            Whether a step has ended.
         """
+        ...
+
+    def pause_s(self) -> float:
+        """Returns how long the loop may wait for an event before it calls `step` again."""
         ...
 
     def describe(self) -> rank_pb2.RankHeartbeat:
@@ -43,7 +54,12 @@ class Engine(Protocol):
 
 
 class StepLoop:
-    """Runs an engine until the face says so or is gone."""
+    """Runs an engine until the face says so or is gone.
+
+    It waits in one place, the inbox: for messages, for what links report, and for the end of the
+    oldest step in flight. So a frame that lands in the middle of a step is unpacked in the middle
+    of that step.
+    """
 
     def __init__(
         self,
@@ -71,6 +87,9 @@ class StepLoop:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._progress = 1
+        self._waiter = StepWaiter(inbox.post)
+        self._busy_since_s: float | None = None
+        """Since when the oldest step in flight has had the device; None: nothing is in flight."""
         self._full_step_s = full_step_s
         self._step_s = 0.0
         self._steps = 0
@@ -82,28 +101,49 @@ class StepLoop:
         Raises:
             ChannelClosed: the face died while something was sent to it.
         """
-        did_work = False
+        try:
+            self._turn_until_shutdown()
+        finally:
+            self._waiter.close()
+
+    def _turn_until_shutdown(self) -> None:
+        has_ended = False
         next_heartbeat_s = self._clock.now()
         while True:
-            for event in self._inbox.drain(0.0 if did_work else IDLE_WAIT_S):
+            pause_s = 0.0 if has_ended else min(IDLE_WAIT_S, self._engine.pause_s())
+            for event in self._inbox.drain(pause_s):
+                if isinstance(event, StepOver):
+                    continue
                 if isinstance(event, ChannelLost):
                     return
                 if isinstance(event, rank_pb2.ToRank) and event.HasField("shutdown"):
                     return
                 self._engine.handle(event)
             self._engine.tick()
-            did_work = self._timed_step()
+            has_ended = self._timed_step()
             self._outbox.flush()
-            self._progress += 1
+            awaited = self._engine.awaited
+            if has_ended or awaited is None:
+                # A device that never ends its step is frozen, however often this loop turns.
+                self._progress += 1
+            else:
+                self._waiter.watch(awaited)
             if self._clock.now() >= next_heartbeat_s:
                 self._send_heartbeat()
                 next_heartbeat_s = self._clock.now() + self._heartbeat_s
 
     def _timed_step(self) -> bool:
-        started_s = self._clock.now()
-        if not self._engine.step():
+        if self._busy_since_s is None:
+            self._busy_since_s = self._clock.now()
+        has_ended = self._engine.step()
+        now_s, since_s = self._clock.now(), self._busy_since_s
+        if self._engine.awaited is None:
+            self._busy_since_s = None
+        elif has_ended:
+            self._busy_since_s = now_s
+        if not has_ended:
             return False
-        seconds = self._clock.now() - started_s
+        seconds = now_s - since_s
         self._step_s = seconds if self._step_s == 0.0 else 0.8 * self._step_s + 0.2 * seconds
         self._steps += 1
         self._total_step_s += seconds

@@ -32,6 +32,18 @@ class WorkerRecord:
     rank_pids: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRecord:
+    """Where a pipeline stage of a worker waits for its face; renewed like a worker's."""
+
+    worker_id: WorkerId
+    stage: int
+    incarnation: Incarnation
+    """Of what holds the stage, new at every start of it."""
+    address: str
+    """host:port where the face connects."""
+
+
 class Registry(Protocol):
     """Membership. Implementations: `memory` (tests, one process) and `redis`."""
 
@@ -53,6 +65,30 @@ class Registry(Protocol):
 
     async def list_workers(self) -> tuple[WorkerRecord, ...]:
         """Returns all records whose lease holds, sorted by worker id.
+
+        Raises:
+            RegistryUnavailable: the store does not answer.
+        """
+        ...
+
+    async def register_stage(self, record: StageRecord, lease_s: float) -> None:
+        """Writes or renews a stage's record; it disappears `lease_s` after the last call.
+
+        Raises:
+            RegistryUnavailable: the store does not answer.
+        """
+        ...
+
+    async def deregister_stage(self, record: StageRecord) -> None:
+        """Removes a stage's record, unless a newer incarnation took its place.
+
+        Raises:
+            RegistryUnavailable: the store does not answer.
+        """
+        ...
+
+    async def list_stages(self, worker_id: WorkerId) -> tuple[StageRecord, ...]:
+        """Returns a worker's stages whose lease holds, in their order.
 
         Raises:
             RegistryUnavailable: the store does not answer.

@@ -1,10 +1,10 @@
-"""Membership in Redis: one key per worker, JSON, expired by Redis when its lease ends."""
+"""Membership in Redis: a key per worker and per remote stage, JSON, expired when its lease ends."""
 
 import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
 from redis.asyncio import Redis
@@ -12,7 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from pdserve.registry.base import RegistryUnavailable, WorkerRecord, WorkerState
+from pdserve.registry.base import RegistryUnavailable, StageRecord, WorkerRecord, WorkerState
 from pdserve.request import Incarnation, Role, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class RedisRegistry:
             timeout_s: deadline of each call.
         """
         self._prefix = f"pdserve:{cluster}:worker:"
+        self._stage_prefix = f"pdserve:{cluster}:stage:"
         self._timeout_s = timeout_s
         # One retry at once: the first call after a restart of Redis finds a dead pooled connection.
         self._client: Redis = Redis.from_url(
@@ -76,19 +77,43 @@ class RedisRegistry:
 
     async def list_workers(self) -> tuple[WorkerRecord, ...]:
         """Returns the records whose lease holds; skips, with a warning, what it cannot read."""
-        values = await self._within_deadline(self._read_all())
+        records = await self._list(self._prefix, decode_record)
+        return tuple(sorted(records, key=lambda record: record.worker_id))
+
+    async def register_stage(self, record: StageRecord, lease_s: float) -> None:
+        """Writes or renews a stage's record; see `Registry`."""
+        lease_ms = max(1, round(lease_s * 1000))
+        call = self._client.set(self._stage_key(record), encode_stage(record), px=lease_ms)
+        await self._within_deadline(call)
+
+    async def deregister_stage(self, record: StageRecord) -> None:
+        """Removes a stage's record of this very incarnation; see `Registry`."""
+        incarnation = str(record.incarnation)
+        call = self._client.eval(_DELETE_OWN, 1, self._stage_key(record), incarnation)
+        await self._within_deadline(call)
+
+    async def list_stages(self, worker_id: WorkerId) -> tuple[StageRecord, ...]:
+        """Returns a worker's stages whose lease holds; see `Registry`."""
+        records = await self._list(f"{self._stage_prefix}{worker_id}:", decode_stage)
+        return tuple(sorted(records, key=lambda record: record.stage))
+
+    def _stage_key(self, record: StageRecord) -> str:
+        return f"{self._stage_prefix}{record.worker_id}:{record.stage}"
+
+    async def _list(self, prefix: str, decode: Callable[[bytes | str], T]) -> list[T]:
+        values = await self._within_deadline(self._read_all(prefix))
         records = []
         for key, value in values.items():
             try:
-                records.append(decode_record(value))
+                records.append(decode(value))
             except (ValueError, KeyError, TypeError) as error:
                 logger.warning(
-                    "unreadable worker record skipped", extra={"key": key, "reason": repr(error)}
+                    "unreadable record skipped", extra={"key": key, "reason": repr(error)}
                 )
-        return tuple(sorted(records, key=lambda record: record.worker_id))
+        return records
 
-    async def _read_all(self) -> dict[str, bytes | str]:
-        pattern = re.sub(r"([\[\]?*\\^-])", r"\\\1", self._prefix) + "*"
+    async def _read_all(self, prefix: str) -> dict[str, bytes | str]:
+        pattern = re.sub(r"([\[\]?*\\^-])", r"\\\1", prefix) + "*"
         keys = sorted({key async for key in self._client.scan_iter(match=pattern, count=1000)})
         if not keys:
             return {}
@@ -167,4 +192,32 @@ def decode_record(value: bytes | str) -> WorkerRecord:
         block_size=int(fields["block_size"]),
         face_pid=int(fields["face_pid"]),
         rank_pids=tuple(int(pid) for pid in fields["rank_pids"]),
+    )
+
+
+def encode_stage(record: StageRecord) -> bytes:
+    """Encodes a stage's record as JSON."""
+    fields = {
+        "worker_id": record.worker_id,
+        "stage": record.stage,
+        "incarnation": str(record.incarnation),
+        "address": record.address,
+    }
+    return json.dumps(fields).encode()
+
+
+def decode_stage(value: bytes | str) -> StageRecord:
+    """Decodes what `encode_stage` made.
+
+    Raises:
+        ValueError: not JSON, or a field holds what it must not.
+        KeyError: a field is missing.
+        TypeError: the JSON has another shape.
+    """
+    fields = json.loads(value)
+    return StageRecord(
+        worker_id=WorkerId(str(fields["worker_id"])),
+        stage=int(fields["stage"]),
+        incarnation=Incarnation(int(fields["incarnation"])),
+        address=str(fields["address"]),
     )

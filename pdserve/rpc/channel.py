@@ -1,21 +1,31 @@
-"""A SEQPACKET socket pair that carries protobuf messages between a face and its rank.
+"""Sockets that carry protobuf messages between the processes of one replica.
 
-A message larger than one packet travels as several; the first byte of a packet says whether more
-follow. One writer and one reader per end; a round trip takes about 20 us.
+On one machine a SEQPACKET pair, made by `make_pair`: a round trip takes about 20 us. Between nodes
+a TCP connection, made ready by `prepare_stream`. The kind of the socket alone tells the two apart.
 """
 
 import asyncio
 import socket
+import threading
+from collections import deque
+from contextlib import suppress
 
-_MORE = b"\x00"
-_LAST = b"\x01"
-_PACKET_BYTES = 60 * 1024
-"""Well under the default socket buffer (208 KiB), so that one packet always fits."""
-_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+from pdserve.rpc.framing import (
+    MAX_MESSAGE_BYTES,
+    PACKET_BYTES,
+    Framing,
+    MessageTooLong,
+    PacketFraming,
+    StreamFraming,
+)
+
+_READ_BYTES = PACKET_BYTES + 1
+"""A whole packet, or as much of a stream."""
+_NUM_PROBES = 3
 
 
 class ChannelClosed(Exception):
-    """The other end is gone."""
+    """The other end is gone, or does not keep to the protocol."""
 
 
 def make_pair() -> tuple[socket.socket, socket.socket]:
@@ -23,42 +33,59 @@ def make_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _packets(data: bytes) -> list[bytes]:
-    pieces = [data[i : i + _PACKET_BYTES] for i in range(0, len(data), _PACKET_BYTES)] or [b""]
-    return [_MORE + piece for piece in pieces[:-1]] + [_LAST + pieces[-1]]
+def prepare_stream(sock: socket.socket, silence_s: float) -> None:
+    """Makes a TCP connection send at once, and break when its peer's kernel is not heard of.
+
+    Args:
+        sock: connected.
+        silence_s: about when; idle or not.
+    """
+    interval_s = max(1, int(silence_s / (_NUM_PROBES + 1)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+    # What was sent and never acknowledged: keepalive does not probe meanwhile.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
 
 
-class _Assembler:
-    """Joins packets to messages."""
+def _framing_of(sock: socket.socket, max_message_bytes: int) -> Framing:
+    if sock.type == socket.SOCK_SEQPACKET:
+        return PacketFraming(max_message_bytes)
+    assert sock.type == socket.SOCK_STREAM, f"no channel over {sock.type}"
+    return StreamFraming(max_message_bytes)
 
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._num_bytes = 0
 
-    def feed(self, packet: bytes) -> bytes | None:
-        """Takes one packet; returns a message when it is whole."""
-        if not packet:
+class _Reader:
+    """Turns pieces into messages."""
+
+    def __init__(self, framing: Framing) -> None:
+        self._framing = framing
+        self._waiting: deque[bytes] = deque()
+
+    def take(self) -> bytes | None:
+        return self._waiting.popleft() if self._waiting else None
+
+    def feed(self, piece: bytes) -> None:
+        if not piece:
             raise ChannelClosed("the other end closed the channel")
-        self._parts.append(packet[1:])
-        self._num_bytes += len(packet) - 1
-        if self._num_bytes > _MAX_MESSAGE_BYTES:
-            raise ChannelClosed(f"a message of over {_MAX_MESSAGE_BYTES} bytes")
-        if packet[:1] == _MORE:
-            return None
-        message = b"".join(self._parts)
-        self._parts.clear()
-        self._num_bytes = 0
-        return message
+        try:
+            self._waiting += self._framing.feed(piece)
+        except MessageTooLong as error:
+            raise ChannelClosed(str(error)) from error
 
 
 class BlockingChannel:
-    """The rank's end: one thread sends, another receives."""
+    """An end in a process of threads: any of them sends, one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Owns the socket."""
         self._sock = sock
         self._sock.setblocking(True)
-        self._assembler = _Assembler()
+        self._framing = _framing_of(sock, MAX_MESSAGE_BYTES)
+        self._reader = _Reader(self._framing)
+        self._send_lock = threading.Lock()
 
     def send(self, message: bytes) -> None:
         """Sends a message, waiting while the other end does not read.
@@ -66,11 +93,12 @@ class BlockingChannel:
         Raises:
             ChannelClosed: the other end is gone.
         """
-        try:
-            for packet in _packets(message):
-                self._sock.send(packet)
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
+        with self._send_lock:
+            try:
+                for piece in self._framing.cut(message):
+                    self._sock.sendall(piece)
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
 
     def receive(self) -> bytes:
         """Waits for the next message.
@@ -79,31 +107,46 @@ class BlockingChannel:
             ChannelClosed: the other end is gone.
         """
         while True:
-            try:
-                packet = self._sock.recv(_PACKET_BYTES + 1)
-            except OSError as error:
-                raise ChannelClosed(str(error)) from error
-            message = self._assembler.feed(packet)
+            message = self._reader.take()
             if message is not None:
                 return message
+            try:
+                piece = self._sock.recv(_READ_BYTES)
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            self._reader.feed(piece)
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes this end, also under a thread that still receives."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
 class AsyncChannel:
-    """The face's end, on the event loop."""
+    """An end on an event loop."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Owns the socket."""
+    def __init__(self, sock: socket.socket, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """Owns the socket.
+
+        Args:
+            sock: connected.
+            max_message_bytes: that the other end may send; see `trust`.
+        """
         self._sock = sock
         self._sock.setblocking(False)
-        self._assembler = _Assembler()
+        self._framing = _framing_of(sock, max_message_bytes)
+        self._reader = _Reader(self._framing)
         self._send_lock = asyncio.Lock()
+
+    def trust(self) -> None:
+        """Lets the other end, which has proven who it is, send messages of any allowed size."""
+        self._framing.max_message_bytes = MAX_MESSAGE_BYTES
 
     async def send(self, message: bytes) -> None:
         """Sends a message; concurrent senders take turns, so messages never mix.
+
+        A send that is cancelled half-way leaves a channel that must be closed.
 
         Raises:
             ChannelClosed: the other end is gone.
@@ -111,8 +154,8 @@ class AsyncChannel:
         loop = asyncio.get_running_loop()
         async with self._send_lock:
             try:
-                for packet in _packets(message):
-                    await loop.sock_sendall(self._sock, packet)
+                for piece in self._framing.cut(message):
+                    await loop.sock_sendall(self._sock, piece)
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
 
@@ -124,14 +167,30 @@ class AsyncChannel:
         """
         loop = asyncio.get_running_loop()
         while True:
-            try:
-                packet = await loop.sock_recv(self._sock, _PACKET_BYTES + 1)
-            except OSError as error:
-                raise ChannelClosed(str(error)) from error
-            message = self._assembler.feed(packet)
+            message = self._reader.take()
             if message is not None:
                 return message
+            try:
+                piece = await loop.sock_recv(self._sock, _READ_BYTES)
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            self._reader.feed(piece)
+
+    def detach(self) -> socket.socket:
+        """Gives the socket away.
+
+        Raises:
+            ChannelClosed: the other end sent more than the messages that were received.
+        """
+        if self._framing.holds_part or self._reader.take() is not None:
+            raise ChannelClosed("the other end spoke out of turn")
+        return self._sock
+
+    def shut(self) -> None:
+        """Ends it: whoever waits here, or at the other end, finds the channel closed."""
+        with suppress(OSError):  # the other end may have left first
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes this end."""
+        """Frees the socket; nobody waits on it any more."""
         self._sock.close()

@@ -258,3 +258,14 @@ def test_a_place_for_a_request_that_is_gone_is_refused_and_harms_nobody(folder: 
         router.read()
     assert router.open == {}
     assert len(router.outputs["other"]) == 16
+
+
+def test_token_1_and_the_commit_leave_before_the_last_frames_are_packed(folder: Path) -> None:
+    pair = EnginePair(folder, max_num_batched_tokens=64)
+    # Three chunks: the reservation is there before the last of them.
+    (request,) = [one for one in make_requests() if len(one.token_ids) == 130]
+    pair.run([request])
+    last = pair.prefill_log.index("call commit")
+    assert pair.prefill_log[:last] == ["call reserve", "push 0", "push 1", "flush"]
+    assert pair.prefill_log[last:] == ["call commit", "push 2"]
+    pair.assert_ledger()

@@ -248,3 +248,20 @@ with LocalCluster(config, command_of=stand_in) as cluster:
     launcher.kill()
     launcher.wait()
     wait_until(lambda: all(is_gone(pid) for pid in pids))
+
+
+def test_a_replica_with_more_ranks_than_gpus_is_refused_before_anything_starts(
+    config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    engine = replace(config.engine, device="cuda")
+    lines: list[str] = []
+    cluster = LocalCluster(
+        replace(config, engine=engine, decode_tensor_parallel=2),
+        report=lines.append,
+        command_of=stand_in,
+    )
+    with pytest.raises(ConfigError, match="a decode replica needs 2 GPUs"):
+        cluster.start()
+    assert cluster.redis is None
+    assert lines == []

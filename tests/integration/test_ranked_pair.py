@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdserve.engine.batch import StepPlan
-from pdserve.engine.step_codec import plan_to_wire
+from pdserve.engine.step_codec import PlanEncoder
 from pdserve.request import Request, SamplingParams
 from tests.support.engine_pair import EnginePair, PairRouter, make_request
 from tests.support.ranked_pair import RankedSide, ranked_pair
@@ -143,7 +143,7 @@ def names_in(step: StepPlan) -> set[str]:
 
 def assert_alike(side: RankedSide) -> None:
     """Every rank computed the very steps that rank 0 decided on, in the same order."""
-    leader, *others = ([plan_to_wire(step) for step in steps] for steps in steps_of(side))
+    leader, *others = ([PlanEncoder().encode(step) for step in steps] for steps in steps_of(side))
     assert leader
     assert all(steps == leader for steps in others)
 
@@ -175,7 +175,7 @@ def test_B9_a_cancel_in_any_turn_reaches_all_stages_in_the_same_step(
                 else (pair.decode, pair.decode_side)
             )
             before = [len(steps) for steps in steps_of(ranks)]
-            at_work = {name for step in ranks.announced[-1:] for name in names_in(step)}
+            at_work = {name for step in ranks.announced[-stages:] for name in names_in(step)}
             num_cancelled_at_work += victim.request_id in at_work
             pair.cancel(pair.prefill, victim)
             pair.cancel(pair.decode, victim)

@@ -48,9 +48,11 @@ def cluster_config(folder: Path, **changes: object) -> ClusterConfig:
 
 
 @contextmanager
-def running_cluster(folder: Path, **changes: object) -> Iterator["ClusterHarness"]:
+def running_cluster(
+    folder: Path, *, name: str | None = None, **changes: object
+) -> Iterator["ClusterHarness"]:
     """Starts a cluster and stops it at the end; a failed start shows the children's lines."""
-    harness = ClusterHarness(cluster_config(folder, **changes))
+    harness = ClusterHarness(cluster_config(folder, **changes), name)
     try:
         harness.cluster.start()
         yield harness
@@ -64,10 +66,10 @@ def running_cluster(folder: Path, **changes: object) -> Iterator["ClusterHarness
 class ClusterHarness:
     """A cluster together with every line that it wrote."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, name: str | None = None) -> None:
         self.config = config
         self.lines: list[str] = []
-        self.cluster = LocalCluster(config, report=self.lines.append)
+        self.cluster = LocalCluster(config, cluster=name, report=self.lines.append)
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator["HarnessClient"]:

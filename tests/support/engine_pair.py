@@ -49,7 +49,8 @@ TURN_S = 0.01
 class RecordingOutbox:
     """Stands in for `Outbox`: keeps what the engine sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: list[str] | None = None) -> None:
+        self.log = [] if log is None else log
         self.sent: deque[rank_pb2.FromRank] = deque()
         self.updates: list[worker_pb2.SequenceUpdate] = []
         self._next_call_id = 1
@@ -67,6 +68,7 @@ class RecordingOutbox:
     def call_peer(self, call: rank_pb2.PeerCall) -> int:
         call_id = self._next_call_id
         self._next_call_id += 1
+        self.log.append(f"call {call.WhichOneof('call')}")
         self.send(rank_pb2.FromRank(call_id=call_id, peer_call=call))
         return call_id
 
@@ -75,6 +77,7 @@ class RecordingOutbox:
 
     def flush(self) -> None:
         """Updates are kept as they come."""
+        self.log.append("flush")
 
 
 @dataclass
@@ -85,6 +88,7 @@ class MemoryLinks:
     slots: dict[int, Tensor] = field(default_factory=dict)
     corrupt: Callable[[Tensor], None] | None = None
     bytes_sent: int = 0
+    log: list[str] = field(default_factory=list)
     _next_slot: int = 0
 
     def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
@@ -94,6 +98,7 @@ class MemoryLinks:
         """A link in memory is always there."""
 
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
+        self.log.append(f"push {frame.frame_index}")
         self.in_flight.append(frame)
 
     def cancel(self, reservation_id: ReservationId) -> None:
@@ -161,7 +166,9 @@ class EnginePair:
         **engine: object,
     ) -> None:
         self.clock = ManualClock()
-        self.links = MemoryLinks()
+        self.prefill_log: list[str] = []
+        """Calls, flushes and frames of the prefill side, in their order."""
+        self.links = MemoryLinks(log=self.prefill_log)
         self.config = EngineConfig(model=str(folder), **engine)
         self._model_config = read_model_config(folder)
         self._folder = folder
@@ -171,7 +178,8 @@ class EnginePair:
         self._max_local = max_local_prefill_tokens
         self._is_overlapped = is_overlapped
         self.late_runners: list[LateRunner] = []
-        self.prefill_outbox, self.decode_outbox = RecordingOutbox(), RecordingOutbox()
+        self.prefill_outbox = RecordingOutbox(self.prefill_log)
+        self.decode_outbox = RecordingOutbox()
         self.prefill: PrefillEngine = self._build_prefill(prefill_blocks)
         self.decode: DecodeEngine = self._build_decode(decode_blocks)
         self.may_deliver = True
@@ -258,7 +266,10 @@ class EnginePair:
         self.exchange()
         for engine in (self.prefill, self.decode):
             engine.tick()
-            engine.step()
+            if not engine.step() and engine.awaited is not None:
+                # As a rank's loop does; a device of its own computes meanwhile.
+                engine.awaited.wait()
+                engine.step()
             self.exchange()
 
     def exchange(self) -> None:

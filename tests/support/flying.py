@@ -1,4 +1,4 @@
-"""A runner of numbers with two steps in flight, and a decode worker's client that is never still.
+"""A runner of numbers with several steps in flight, and a decode worker's restless client.
 
 A launched step is computed at once or only when its result is asked for, as the dice fall: a block
 that is freed, filled or written too early shows either way. Before a slice is computed, all the KV
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from decode_worker.admission import Grant
 from decode_worker.scheduler import DecodeScheduler
-from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
+from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult, lookahead_of
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import Overloaded
@@ -35,6 +35,12 @@ class _Flying:
     plan: StepPlan
     outcome: StepResult | None = None
 
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Computed by `result`."""
+
     def result(self) -> StepResult:
         return self.runner.end(self)
 
@@ -45,6 +51,7 @@ class FlyingRunner:
 
     rng: random.Random
     max_steps_in_flight: int = 2
+    feeds_tokens: bool = True
     fake: FakeRunner = field(default_factory=lambda: FakeRunner(BLOCK_SIZE))
     num_awaited: int = 0
     max_seen_in_flight: int = 0
@@ -90,13 +97,20 @@ class FlyingRunner:
         return used
 
     def _check_awaits(self, plan: StepPlan) -> None:
-        before = self._flying[-1].plan if self._flying else None
         for part in plan.slices:
+            givers = [
+                one
+                for step in self._flying
+                for one in step.plan.slices
+                if one.request is part.request and one.output_index is not None
+            ]
             if not part.awaits_token:
+                assert not givers, "its next token is in flight"
                 continue
+            assert self.feeds_tokens
             self.num_awaited += 1
-            assert before is not None, "a token is awaited, and nothing is in flight"
-            (giver,) = [one for one in before.slices if one.request is part.request]
+            assert 1 <= len(givers) <= 2, "one unknown token at most is awaited"
+            giver = givers[-1]
             assert giver.is_awaitable
             assert giver.end == part.end - 1
             assert giver.output_index is not None
@@ -111,7 +125,7 @@ class FlyingRunner:
         for part in slices:
             self._check_history(part)
         step.outcome = self.fake.run(StepPlan(slices=slices))
-        self._last_sampled = step.outcome.sampled
+        self._last_sampled |= step.outcome.sampled
 
     def _copy_first(self, plan: StepPlan) -> None:
         for source, target in plan.copies:
@@ -156,6 +170,7 @@ class FlyingBench:
         *,
         seed: int = 0,
         max_steps_in_flight: int = 2,
+        num_stages: int = 1,
         share_computed_at_launch: float = 0.5,
         max_num_batched_tokens: int = 64,
         max_num_seqs: int = 8,
@@ -163,7 +178,10 @@ class FlyingBench:
         self.rng = random.Random(seed)
         self.clock = ManualClock()
         self.runner = FlyingRunner(
-            self.rng, max_steps_in_flight, share_computed_at_launch=share_computed_at_launch
+            self.rng,
+            max_steps_in_flight,
+            feeds_tokens=max_steps_in_flight > num_stages,
+            share_computed_at_launch=share_computed_at_launch,
         )
         self.scheduler = DecodeScheduler(
             make_config(
@@ -176,6 +194,7 @@ class FlyingBench:
             self.clock,
             max_waiting=64,
             max_local_prefill_tokens=None,
+            lookahead=lookahead_of(self.runner, num_stages),
         )
         self.pipeline = StepPipeline(self.runner, self._plan)
         self.outputs: dict[RequestId, list[int]] = {}

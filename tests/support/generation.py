@@ -62,7 +62,7 @@ def run_slices(runner: ModelRunner, *slices: SequenceSlice) -> dict[RequestId, S
 def compute_logits(runner: ModelRunner, *slices: SequenceSlice) -> Tensor:
     """Runs one step without sampling and returns logits, one row per sampling slice."""
     batch = build_batch(StepPlan(slices=slices), runner.kv.geometry.block_size)
-    return runner.model.forward(batch, runner.kv)
+    return runner.model.forward(batch, runner.kv).wait()
 
 
 def compute_in_chunks(

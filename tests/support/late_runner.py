@@ -17,6 +17,12 @@ class _LateStep:
     runner: "LateRunner"
     plan: StepPlan
 
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Computed by `result`."""
+
     def result(self) -> StepResult:
         return self.runner.end(self)
 

@@ -22,7 +22,7 @@ from kv_transfer.shipping import RankShipper, RankUnloader
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.engine.batch import StepPlan
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.step_codec import plan_from_wire, plan_to_wire
+from pdserve.engine.step_codec import PlanDecoder, PlanEncoder
 from pdserve.models.folder import geometry_of
 from pdserve.models.registry import load_model
 from pdserve.rank.startup import RankContext
@@ -58,6 +58,7 @@ class FollowerThread:
     ) -> None:
         self.steps: list[StepPlan] = []
         self._runner = runner
+        self._decoder = PlanDecoder()
         self.desk = FollowerDesk(
             rank=rank, compute=self._compute, tell=tell, shipper=shipper, unloader=unloader
         )
@@ -67,7 +68,7 @@ class FollowerThread:
         self._thread.start()
 
     def _compute(self, work: rank_pb2.StepWork) -> None:
-        plan = plan_from_wire(work)
+        plan = self._decoder.decode(work)
         self.steps.append(plan)
         self._runner.compute(plan)
 
@@ -105,10 +106,11 @@ class ThreadFollowers:
     def __init__(self, ranks: list[FollowerThread], announced: list[StepPlan]) -> None:
         self.ranks = ranks
         self.announced = announced
+        self._encoder = PlanEncoder()
 
     def announce(self, plan: StepPlan) -> None:
         self.announced.append(plan)
-        message = rank_pb2.ToFollower(step=plan_to_wire(plan))
+        message = rank_pb2.ToFollower(step=self._encoder.encode(plan))
         for rank in self.ranks:
             rank.order(message)
 

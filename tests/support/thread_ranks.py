@@ -2,14 +2,15 @@
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pdserve.config.engine import EngineConfig
-from pdserve.layers.parallel import Shard
+from pdserve.layers.parallel import Arriving, Shard
 from pdserve.models.folder import geometry_of, read_model_config
 
 TIMEOUT_S = 30.0
@@ -40,6 +41,23 @@ class ThreadGroup:
         return torch.stack(self._exchange(x)).sum(0)
 
 
+@dataclass
+class ThreadLogits:
+    """An `Arriving` of threads."""
+
+    take: Callable[[], Tensor]
+    taken: Tensor | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.taken is not None
+
+    def wait(self) -> Tensor:
+        if self.taken is None:
+            self.taken = self.take()
+        return self.taken
+
+
 class ThreadStages:
     """A `StageLink` of threads; `boxes` hold each rank's activations, the last one logits."""
 
@@ -54,8 +72,8 @@ class ThreadStages:
     def send(self, x: Tensor) -> None:
         self._boxes[self._rank + self._width].put(x.clone())
 
-    def receive_logits(self, num_rows: int, num_columns: int) -> Tensor:
-        return self._take(self._boxes[-1], num_rows, num_columns)
+    def expect_logits(self, num_rows: int, num_columns: int) -> Arriving:
+        return ThreadLogits(lambda: self._take(self._boxes[-1], num_rows, num_columns))
 
     def send_logits(self, logits: Tensor) -> None:
         self._boxes[-1].put(logits.clone())

@@ -448,6 +448,7 @@ class WorkerInfo(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     incarnation: _builtins.int
@@ -455,13 +456,17 @@ class WorkerInfo(_message.Message):
     state: _builtins.str
     face_pid: _builtins.int
     @_builtins.property
-    def rank_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def rank_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the ranks on the face's node."""
+
     @_builtins.property
     def load(self) -> _types_pb2.WorkerLoad: ...
     @_builtins.property
     def ledger(self) -> _types_pb2.Ledger: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkInfo]: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankInfo]: ...
     def __init__(
         self,
         *,
@@ -475,14 +480,45 @@ class WorkerInfo(_message.Message):
         load: _types_pb2.WorkerLoad | None = ...,
         ledger: _types_pb2.Ledger | None = ...,
         links: _abc.Iterable[Global___LinkInfo] | None = ...,
+        ranks: _abc.Iterable[Global___RankInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "face_pid", b"face_pid", "incarnation", b"incarnation", "ledger", b"ledger", "links", b"links", "load", b"load", "rank_pids", b"rank_pids", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "face_pid", b"face_pid", "incarnation", b"incarnation", "ledger", b"ledger", "links", b"links", "load", b"load", "rank_pids", b"rank_pids", "ranks", b"ranks", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class RankInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    stage: _builtins.int
+    node: _builtins.str
+    """The address that its listeners bind."""
+    pid: _builtins.int
+    """On that node."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        node: _builtins.str = ...,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "pid", b"pid", "rank", b"rank", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankInfo: _TypeAlias = RankInfo  # noqa: Y015
 
 @_typing.final
 class LinkInfo(_message.Message):

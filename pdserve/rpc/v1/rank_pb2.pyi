@@ -39,6 +39,7 @@ class ToRank(_message.Message):
     PEER_REPLY_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def submit(self) -> _worker_pb2.SubmitRequest: ...
@@ -60,6 +61,8 @@ class ToRank(_message.Message):
     def drain(self) -> Global___Drain: ...
     @_builtins.property
     def shutdown(self) -> Global___Shutdown: ...
+    @_builtins.property
+    def key(self) -> Global___StoreKey: ...
     def __init__(
         self,
         *,
@@ -74,12 +77,13 @@ class ToRank(_message.Message):
         peer_reply: Global___PeerReply | None = ...,
         drain: Global___Drain | None = ...,
         shutdown: Global___Shutdown | None = ...,
+        key: Global___StoreKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call_id", b"call_id", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call_id", b"call_id", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "place_decode", "cancel", "reserve", "commit", "abort", "renew", "peer_reply", "drain", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "place_decode", "cancel", "reserve", "commit", "abort", "renew", "peer_reply", "drain", "shutdown", "key"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -97,6 +101,7 @@ class FromRank(_message.Message):
     PEER_CALL_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def ready(self) -> Global___RankReady: ...
@@ -112,6 +117,8 @@ class FromRank(_message.Message):
     def phase(self) -> Global___RankPhase: ...
     @_builtins.property
     def failed(self) -> Global___RankFailed: ...
+    @_builtins.property
+    def key(self) -> Global___StoreKey: ...
     def __init__(
         self,
         *,
@@ -123,16 +130,41 @@ class FromRank(_message.Message):
         peer_call: Global___PeerCall | None = ...,
         phase: Global___RankPhase | None = ...,
         failed: Global___RankFailed | None = ...,
+        key: Global___StoreKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "heartbeat", "updates", "reply", "peer_call", "phase", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "heartbeat", "updates", "reply", "peer_call", "phase", "failed", "key"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FromRank: _TypeAlias = FromRank  # noqa: Y015
+
+@_typing.final
+class StoreKey(_message.Message):
+    """What ranks of several nodes tell each other of the groups that they make; the face passes it on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreKey: _TypeAlias = StoreKey  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -665,6 +697,7 @@ class FromFollower(_message.Message):
     LANDED_FIELD_NUMBER: _builtins.int
     UNLOADED_FIELD_NUMBER: _builtins.int
     DOWN_FIELD_NUMBER: _builtins.int
+    STEP_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___FollowerReady: ...
     @_builtins.property
@@ -675,6 +708,8 @@ class FromFollower(_message.Message):
     def unloaded(self) -> Global___FrameUnloaded: ...
     @_builtins.property
     def down(self) -> Global___LinkDown: ...
+    @_builtins.property
+    def step_done(self) -> Global___StepDone: ...
     def __init__(
         self,
         *,
@@ -683,16 +718,94 @@ class FromFollower(_message.Message):
         landed: Global___FrameLanded | None = ...,
         unloaded: Global___FrameUnloaded | None = ...,
         down: Global___LinkDown | None = ...,
+        step_done: Global___StepDone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "unloaded", b"unloaded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "step_done", b"step_done", "unloaded", b"unloaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "unloaded", b"unloaded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "step_done", b"step_done", "unloaded", b"unloaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "sent", "landed", "unloaded", "down"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "sent", "landed", "unloaded", "down", "step_done"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FromFollower: _TypeAlias = FromFollower  # noqa: Y015
+
+@_typing.final
+class StepDone(_message.Message):
+    """What the last stage of a pipeline on GPUs sampled, one step after another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sampled]: ...
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredPrompt]: ...
+    def __init__(
+        self,
+        *,
+        sampled: _abc.Iterable[Global___Sampled] | None = ...,
+        prompts: _abc.Iterable[Global___ScoredPrompt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "sampled", b"sampled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class Sampled(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    token_id: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.TokenLogprob: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        token_id: _builtins.int = ...,
+        logprobs: _types_pb2.TokenLogprob | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+
+Global___Sampled: _TypeAlias = Sampled  # noqa: Y015
+
+@_typing.final
+class ScoredPrompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoredPrompt: _TypeAlias = ScoredPrompt  # noqa: Y015
 
 @_typing.final
 class FollowerReady(_message.Message):
@@ -718,74 +831,154 @@ Global___FollowerReady: _TypeAlias = FollowerReady  # noqa: Y015
 
 @_typing.final
 class StepWork(_message.Message):
-    """One step, as every rank of a replica computes it."""
+    """One step, as every rank of a replica computes it. The lists with one entry a slice are in the order of the slices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SLICES_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    AWAITS_TOKEN_FIELD_NUMBER: _builtins.int
+    OUTPUT_INDICES_FIELD_NUMBER: _builtins.int
+    NUM_KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TARGETS_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceWork]: ...
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestWork]:
+        """What the other ranks do not know yet, or knew otherwise."""
+
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]: ...
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the slices' requests; one a slice."""
+
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One a slice."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One a slice: how many of token_ids are its own."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def awaits_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """One a slice."""
+
+    @_builtins.property
+    def output_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One a slice, plus one; 0: no token is sampled."""
+
+    @_builtins.property
+    def num_known_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One a slice: leading blocks of the table that the request had in the step before."""
+
+    @_builtins.property
+    def num_new_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One a slice: how many of block_ids come behind them."""
+
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prompt_targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredTokens]: ...
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handles that no later step names."""
+
     def __init__(
         self,
         *,
-        slices: _abc.Iterable[Global___SliceWork] | None = ...,
+        requests: _abc.Iterable[Global___RequestWork] | None = ...,
         copies: _abc.Iterable[Global___BlockCopy] | None = ...,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        starts: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        awaits_token: _abc.Iterable[_builtins.bool] | None = ...,
+        output_indices: _abc.Iterable[_builtins.int] | None = ...,
+        num_known_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_targets: _abc.Iterable[Global___ScoredTokens] | None = ...,
+        forgotten: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_token", b"awaits_token", "block_ids", b"block_ids", "copies", b"copies", "forgotten", b"forgotten", "handles", b"handles", "num_known_blocks", b"num_known_blocks", "num_new_blocks", b"num_new_blocks", "num_tokens", b"num_tokens", "output_indices", b"output_indices", "prompt_targets", b"prompt_targets", "requests", b"requests", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepWork: _TypeAlias = StepWork  # noqa: Y015
 
 @_typing.final
-class SliceWork(_message.Message):
+class RequestWork(_message.Message):
+    """A request, as far as computing and choosing tokens take it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    HANDLE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
-    PROMPT_TARGETS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
     request_id: _builtins.str
-    start: _builtins.int
     num_prompt_tokens: _builtins.int
-    output_index: _builtins.int
-    """Absent: no token is sampled."""
+    sample_index: _builtins.int
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def sampling(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
-    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def prompt_targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The leading rows whose logits are wanted as well: as many as there are targets."""
-
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
+        handle: _builtins.int = ...,
         request_id: _builtins.str = ...,
-        start: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
-        output_index: _builtins.int | None = ...,
-        prompt_targets: _abc.Iterable[_builtins.int] | None = ...,
+        sampling: _types_pb2.SamplingParams | None = ...,
+        sample_index: _builtins.int = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_index", b"_output_index", "output_index", b"output_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_index", b"_output_index", "block_ids", b"block_ids", "num_prompt_tokens", b"num_prompt_tokens", "output_index", b"output_index", "prompt_targets", b"prompt_targets", "request_id", b"request_id", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "handle", b"handle", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__output_index: _TypeAlias = _typing.Literal["output_index"]  # noqa: Y015
-    _WhichOneofArgType__output_index: _TypeAlias = _typing.Literal["_output_index", b"_output_index"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_index) -> _WhichOneofReturnType__output_index | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SliceWork: _TypeAlias = SliceWork  # noqa: Y015
+Global___RequestWork: _TypeAlias = RequestWork  # noqa: Y015
+
+@_typing.final
+class ScoredTokens(_message.Message):
+    """Leading rows of a slice whose logits are wanted as well: as many as there are targets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLICE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    slice: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        slice: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoredTokens: _TypeAlias = ScoredTokens  # noqa: Y015
 
 @_typing.final
 class BlockCopy(_message.Message):

@@ -1,4 +1,4 @@
-"""Two steps in flight give the tokens of one, whatever comes in between."""
+"""Several steps in flight give the tokens of one, whatever comes in between."""
 
 import random
 from dataclasses import replace
@@ -38,7 +38,9 @@ def num_needed_blocks(request: Request) -> int:
     return -(-total // BLOCK_SIZE) + 2 * request.sampling.n
 
 
-def run_random(seed: int, max_steps_in_flight: int, *, has_cancels: bool) -> FlyingBench:
+def run_random(
+    seed: int, max_steps_in_flight: int, num_stages: int = 1, *, has_cancels: bool
+) -> FlyingBench:
     rng = random.Random(seed)
     shared = tuple(rng.randrange(9) for _ in range(12))
     requests = [draw_request(rng, index, shared) for index in range(14)]
@@ -48,6 +50,7 @@ def run_random(seed: int, max_steps_in_flight: int, *, has_cancels: bool) -> Fly
         max(largest, round(4 * mean / rng.uniform(1.1, 1.6))),
         seed=seed,
         max_steps_in_flight=max_steps_in_flight,
+        num_stages=num_stages,
         max_num_batched_tokens=rng.choice((7, 64, 100)),
         max_num_seqs=rng.choice((2, 4, 16)),
     )
@@ -64,6 +67,10 @@ def run_random(seed: int, max_steps_in_flight: int, *, has_cancels: bool) -> Fly
     raise AssertionError("not done in bounded time")
 
 
+PIPELINES = [(2, 2), (2, 3), (3, 3), (4, 5)]
+"""Stages, and steps in flight: with one more than stages, tokens are fed on the device."""
+
+
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize("seed", range(40))
 def test_every_request_gets_the_tokens_it_gets_alone(seed: int, max_steps_in_flight: int):
@@ -71,6 +78,16 @@ def test_every_request_gets_the_tokens_it_gets_alone(seed: int, max_steps_in_fli
     assert not bench.cancelled
     bench.assert_all_done()
     assert bench.runner.max_seen_in_flight == max_steps_in_flight
+
+
+@pytest.mark.parametrize(("num_stages", "max_steps_in_flight"), PIPELINES)
+@pytest.mark.parametrize("seed", range(300, 320))
+def test_B9_a_pipeline_gives_the_same_tokens_and_its_cancels_leave_no_block(
+    seed: int, num_stages: int, max_steps_in_flight: int
+):
+    bench = run_random(seed, max_steps_in_flight, num_stages, has_cancels=seed % 2 == 0)
+    bench.assert_all_done()
+    assert bench.runner.max_seen_in_flight > 1
 
 
 @pytest.mark.parametrize("seed", range(100, 140))
@@ -89,3 +106,5 @@ def test_the_random_runs_await_tokens_let_sequences_go_and_hit_the_cache():
 def test_many_seeds():
     for seed in range(1000, 6000):
         run_random(seed, 2, has_cancels=seed % 2 == 0).assert_all_done()
+        stages, in_flight = PIPELINES[seed % len(PIPELINES)]
+        run_random(seed, in_flight, stages, has_cancels=seed % 3 == 0).assert_all_done()

@@ -14,3 +14,12 @@ def _patch_tensor_with_index(tensor: Any, scope: Any) -> None:
 
 # Triton 3.6 bounds a loop by int() of an array of one element, which numpy refuses since 2.4.
 interpreter._patch_lang_tensor = _patch_tensor_with_index
+
+
+def _restore_nothing(self: Any, *args: Any) -> None:
+    """Tensors of the host are used in place. Copied onto themselves, which is what the interpreter
+    does, those that processes share would lose what another one writes meanwhile.
+    """
+
+
+interpreter.GridExecutor._restore_args_dev = _restore_nothing

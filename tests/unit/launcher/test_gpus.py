@@ -2,12 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.gpus import check_has_gpu, find_gpus, pick_gpu
+from launcher.gpus import check_gpus, check_has_gpu, find_gpus, pick_gpus
 from launcher.local_pool import LocalCluster
 from launcher.redis_server import RedisServer
 from pdserve.config.cluster import ClusterConfig
-from pdserve.config.engine import EngineConfig
+from pdserve.config.engine import DeviceKind, EngineConfig
 from pdserve.errors import ConfigError
+from pdserve.request import Role
 
 
 def test_the_drivers_files_are_counted_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -25,14 +26,44 @@ def test_what_the_user_made_visible_wins(tmp_path: Path) -> None:
 def test_a_machine_without_a_driver_has_none(tmp_path: Path) -> None:
     assert find_gpus(None, tmp_path) == ()
     assert find_gpus(None, tmp_path / "absent") == ()
-    assert pick_gpu((), ()) is None
 
 
 def test_replicas_go_to_the_gpu_that_the_fewest_have() -> None:
-    assert pick_gpu(("0", "1"), ()) == "0"
-    assert pick_gpu(("0", "1"), ("0",)) == "1"
-    assert pick_gpu(("0", "1"), ("0", "1", "0")) == "1"
-    assert pick_gpu(("0", "1"), ("0", "1")) == "0"
+    assert pick_gpus(("0", "1"), (), 1) == ("0",)
+    assert pick_gpus(("0", "1"), ("0",), 1) == ("1",)
+    assert pick_gpus(("0", "1"), ("0", "1", "0"), 1) == ("1",)
+    assert pick_gpus(("0", "1"), ("0", "1"), 1) == ("0",)
+
+
+def test_ranks_of_a_replica_get_a_gpu_each_and_avoid_those_of_other_replicas() -> None:
+    gpus = ("0", "1", "2", "3", "4")
+    assert pick_gpus(gpus, (), 2) == ("0", "1")
+    assert pick_gpus(gpus, ("0", "1"), 2) == ("2", "3")
+    assert pick_gpus(gpus, ("0", "2"), 2) == ("1", "3")
+    # Too few for all: replicas share, ranks of one replica do not.
+    assert pick_gpus(gpus, ("0", "1", "2", "3"), 4) == ("0", "1", "2", "4")
+
+
+def engine(tensor: int = 1, stages: int = 1, device: DeviceKind = "cuda") -> EngineConfig:
+    return EngineConfig(
+        model="m", device=device, tensor_parallel=tensor, pipeline_parallel=stages
+    )  # fmt: skip
+
+
+def test_a_replica_with_more_ranks_than_gpus_is_refused_with_both_numbers() -> None:
+    check_gpus(Role.DECODE, engine(2, 2), ("0", "1", "2", "3"))
+    with pytest.raises(
+        ConfigError,
+        match=r"a decode replica needs 4 GPUs, one for each of 2 tensor ranks in 2 stages; "
+        r"this machine shows 3 \(0, 1, 5\)",
+    ):
+        check_gpus(Role.DECODE, engine(2, 2), ("0", "1", "5"))
+
+
+def test_a_machine_without_a_gpu_is_refused_unless_the_cpu_computes() -> None:
+    with pytest.raises(ConfigError, match="a prefill replica needs a GPU; this machine shows none"):
+        check_gpus(Role.PREFILL, engine(), ())
+    check_gpus(Role.PREFILL, engine(2, 2, device="cpu"), ())
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Real Gloo groups; the ranks are threads."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from pdserve.rank.gloo_groups import (
     connect_stages,
     connect_tensor_group,
 )
+from pdserve.rank.meeting import FolderMeeting
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -30,7 +32,7 @@ def on_all(parts: tuple[RankPart, ...], work: Callable[[RankPart], T]) -> list[T
 
 
 def connect(folder: Path, part: RankPart, tensor: int) -> GlooTensorGroup:
-    group = connect_tensor_group(folder, part, tensor, HOST)
+    group = connect_tensor_group(FolderMeeting(folder), part, tensor, HOST)
     assert group is not None
     return group
 
@@ -66,11 +68,11 @@ def test_activations_go_to_the_next_stage_and_logits_to_rank_0(tmp_path: Path) -
     x = torch.arange(6.0).view(2, 3)
 
     def work(part: RankPart) -> torch.Tensor | None:
-        link = connect_stages(tmp_path, part, 2, 2, torch.float32, HOST)
+        link = connect_stages(FolderMeeting(tmp_path), part, 2, 2, torch.float32, HOST)
         assert link is not None
         if part.stage == 0:
             link.send(x + part.tensor_rank)
-            return link.receive_logits(1, 3) if part.rank == 0 else None
+            return link.expect_logits(1, 3).wait() if part.rank == 0 else None
         received = link.receive(2, 3)
         if part.tensor_rank == 0:
             link.send_logits(received.sum(0, keepdim=True))
@@ -83,7 +85,37 @@ def test_activations_go_to_the_next_stage_and_logits_to_rank_0(tmp_path: Path) -
     assert torch.equal(found[3], x + 1)
 
 
+def test_a_stage_goes_on_while_the_one_behind_has_not_begun(tmp_path: Path) -> None:
+    has_sent, all_done = threading.Event(), threading.Barrier(2)
+    x = torch.arange(6.0).view(2, 3)
+
+    def work(part: RankPart) -> list[torch.Tensor]:
+        link = connect_stages(FolderMeeting(tmp_path), part, 1, 2, torch.float32, HOST)
+        assert link is not None
+        if part.stage == 0:
+            expected = []
+            for step in range(2):
+                link.send(x + step)
+                expected.append(link.expect_logits(1, 3))
+            has_sent.set()
+            logits = [one.wait() for one in expected]
+            all_done.wait(20)
+            return logits
+        assert has_sent.wait(20)
+        received = [link.receive(2, 3) for _ in range(2)]
+        for one in received:
+            link.send_logits(one.sum(0, keepdim=True))
+        # What was sent lives as long as the link.
+        all_done.wait(20)
+        return received
+
+    found = on_all(parts_of(1, 2), work)
+    for step in range(2):
+        assert torch.equal(found[1][step], x + step)
+        assert torch.equal(found[0][step], (x + step).sum(0, keepdim=True))
+
+
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     (part,) = parts_of(1, 1)
-    assert connect_tensor_group(tmp_path, part, 1, HOST) is None
-    assert connect_stages(tmp_path, part, 1, 1, torch.float32, HOST) is None
+    assert connect_tensor_group(FolderMeeting(tmp_path), part, 1, HOST) is None
+    assert connect_stages(FolderMeeting(tmp_path), part, 1, 1, torch.float32, HOST) is None

@@ -9,13 +9,16 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.rank.loading import RankArguments, load_rank
+from pdserve.rank.meeting import FolderMeeting
 from pdserve.request import Incarnation, Role
 from pdserve.timeline import MonotonicClock
 from tests.support.models import tiny_llama_folder
 
 __all__ = ["tiny_llama_folder"]
 
-ARGUMENTS = RankArguments(incarnation=Incarnation(1), rank=0, group_folder=Path(), rank_channels=())
+ARGUMENTS = RankArguments(
+    incarnation=Incarnation(1), rank=0, meeting=FolderMeeting(Path()), rank_channels=()
+)
 
 
 def settings(folder: Path, **over: object) -> WorkerConfig:
@@ -38,7 +41,7 @@ def test_phases_are_reported_and_the_memory_bounds_the_length(tiny_llama_folder:
     )
     assert phases == ["load weights", "allocate KV"]
     assert loaded.max_model_len == min(2048, loaded.kv.num_blocks * 16)
-    assert loaded.make_runner(None).max_steps_in_flight == 1
+    assert loaded.make_runner(None, None).max_steps_in_flight == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

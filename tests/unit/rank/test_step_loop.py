@@ -1,3 +1,6 @@
+import threading
+
+from pdserve.engine.batch import PendingStep, StepResult
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.step_loop import StepLoop
@@ -18,6 +21,10 @@ class ScriptedEngine:
     def handle(self, event: object) -> None:
         self.handled.append(event)
 
+    @property
+    def awaited(self) -> None:
+        """Ends its steps at once."""
+
     def tick(self) -> None:
         """Has no deadlines."""
 
@@ -27,6 +34,9 @@ class ScriptedEngine:
             return False
         self._clock.advance(self._steps_s.pop(0))
         return True
+
+    def pause_s(self) -> float:
+        return 1.0
 
     def describe(self) -> rank_pb2.RankHeartbeat:
         return rank_pb2.RankHeartbeat()
@@ -67,3 +77,108 @@ def test_every_turn_is_progress_and_every_step_is_counted() -> None:
     heartbeats = run_loop([0.2, 0.2, 0.2], full_step_s=0.0)
     assert [heartbeat.progress for heartbeat in heartbeats] == [2, 3, 4]
     assert heartbeats[-1].counters.steps == 3
+
+
+class DeviceStep:
+    """A step on a device that is over when somebody says so."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def is_over(self) -> bool:
+        return self.gate.is_set()
+
+    def wait(self) -> None:
+        assert self.gate.wait(10.0)
+
+    def result(self) -> StepResult:
+        return StepResult(sampled={})
+
+
+class DeviceEngine:
+    """One step in flight from the start; notes what comes while it runs."""
+
+    def __init__(self, clock: ManualClock, inbox: Inbox) -> None:
+        self.step_in_flight: DeviceStep | None = DeviceStep()
+        self.log: list[str] = []
+        self.has_turned = threading.Event()
+        self._clock = clock
+        self._inbox = inbox
+
+    @property
+    def awaited(self) -> PendingStep | None:
+        return self.step_in_flight
+
+    def handle(self, event: object) -> None:
+        self.has_turned.clear()
+        self.log.append(str(event))
+        self._clock.advance(0.25)
+        if event == "frame 2":
+            assert self.step_in_flight is not None
+            self.step_in_flight.gate.set()
+
+    def tick(self) -> None:
+        """Has no deadlines."""
+
+    def step(self) -> bool:
+        self.has_turned.set()
+        if self.step_in_flight is None or not self.step_in_flight.is_over():
+            return False
+        self.log.append("step ended")
+        self.step_in_flight = None
+        self._inbox.post(ChannelLost())
+        return True
+
+    def pause_s(self) -> float:
+        return 1.0
+
+    def describe(self) -> rank_pb2.RankHeartbeat:
+        return rank_pb2.RankHeartbeat()
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def run_device_loop() -> tuple[DeviceEngine, list[rank_pb2.RankHeartbeat]]:
+    clock, inbox = ManualClock(), Inbox()
+    ours, theirs = make_pair()
+    face = BlockingChannel(theirs)
+    engine = DeviceEngine(clock, inbox)
+    threads = threading.active_count()
+
+    def feed() -> None:
+        # Each once the loop has turned since the one before.
+        for name in ("frame 1", "frame 2"):
+            assert engine.has_turned.wait(10.0)
+            engine.has_turned.clear()
+            inbox.post(name)
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    StepLoop(engine, inbox, Outbox(BlockingChannel(ours)), clock, 0.1, full_step_s=0.0).run()
+    feeder.join()
+    assert threading.active_count() == threads
+    ours.close()
+    heartbeats = []
+    while True:
+        try:
+            heartbeats.append(rank_pb2.FromRank.FromString(face.receive()).heartbeat)
+        except ChannelClosed:
+            theirs.close()
+            return engine, heartbeats
+
+
+def test_what_comes_while_a_step_runs_is_taken_before_the_step_ends() -> None:
+    engine, _ = run_device_loop()
+    assert engine.log == ["frame 1", "frame 2", "step ended"]
+
+
+def test_C9_turns_while_a_step_runs_are_no_progress() -> None:
+    _, heartbeats = run_device_loop()
+    assert {one.progress for one in heartbeats if one.counters.steps == 0} == {1}
+    assert heartbeats[-1].progress > 1
+
+
+def test_a_step_takes_as_long_as_it_was_in_flight() -> None:
+    _, heartbeats = run_device_loop()
+    assert heartbeats[-1].counters.step_seconds == 0.5

@@ -1,0 +1,1 @@
+"""A pipeline stage on another node than its face: what starts its ranks there."""
