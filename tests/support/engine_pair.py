@@ -118,7 +118,7 @@ class MemoryLinks:
     def payload(self, landed: FrameLanded) -> Tensor:
         return self.slots[landed.slot]
 
-    def release_slot(self, landed: FrameLanded) -> None:
+    def release_slot(self, landed: FrameLanded, after: object = None) -> None:
         del self.slots[landed.slot]
 
     def deliver(self) -> tuple[FrameSent, FrameLanded]:
