@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.config.engine import EngineConfig
-from pdserve.config.load import cache_folder
 from pdserve.config.link_memory import link_memory_bytes
+from pdserve.config.load import cache_folder
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.layers.parallel import Shard
