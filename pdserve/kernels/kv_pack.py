@@ -30,7 +30,7 @@ class FrameRows:
     values: Tensor
     """LKBSHD: a view of the blocks, of the frame's layers and heads only."""
     block_ids: Tensor
-    """int32, on the device: the blocks that hold the tokens, in order."""
+    """int32 or int64, on the device: the blocks that hold the tokens, in order."""
     offset: int
     """Slot of the first token in the first block."""
     num_tokens: int

@@ -8,7 +8,7 @@ from pdserve.cache.kv_frame import FRAME_DTYPES
 from pdserve.cache.kv_region import KvRegion, make_region
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
-from pdserve.cuda.kv_traffic import rows_of
+from pdserve.cuda.kv_traffic import rows_of, upload_words
 from pdserve.kernels.kv_pack import add_checksum, gather_frame, scatter_frame
 from pdserve.request import BlockId
 from tests.support.host_device import HostSum
@@ -38,7 +38,9 @@ def region_of(name: str, dtype: str) -> KvRegion:
 def gathered(kv: KvTensors, region: KvRegion, num_programs: int, sums: Tensor) -> Tensor:
     frame = torch.full((kv.frame_bytes(region),), 0xAA, dtype=torch.uint8)
     dtype = FRAME_DTYPES[region.dtype]
-    gather_frame(rows_of(kv, region), frame, dtype, sums, num_programs=num_programs)
+    gather_frame(
+        rows_of(kv, region, upload_words(kv, region)), frame, dtype, sums, num_programs=num_programs
+    )
     return frame
 
 
@@ -60,7 +62,12 @@ def test_a_frame_is_scattered_to_its_slots_alone(name: str, dtype: str) -> None:
     source, region = fill(KvTensors(geometry, 10), 1), region_of(name, dtype)
     mine, expected = fill(KvTensors(geometry, 10), 2), fill(KvTensors(geometry, 10), 2)
     frame = source.pack(region)
-    scatter_frame(rows_of(mine, region), frame, FRAME_DTYPES[dtype], num_programs=2)
+    scatter_frame(
+        rows_of(mine, region, upload_words(mine, region)),
+        frame,
+        FRAME_DTYPES[dtype],
+        num_programs=2,
+    )
     expected.scatter(region, frame)
     for layer in range(3):
         for one, other in zip(mine.layer(layer), expected.layer(layer), strict=True):
@@ -74,7 +81,12 @@ def test_fp8_frames_are_what_torch_packs_but_for_the_interpreter_s_rounding(name
     frame = gathered(kv, region, 3, sums)
     assert value_of(sums) == HostSum(frame).value()
     mine, expected = KvTensors(GEOMETRY, 10), KvTensors(GEOMETRY, 10)
-    scatter_frame(rows_of(mine, region), frame, FRAME_DTYPES["fp8"], num_programs=3)
+    scatter_frame(
+        rows_of(mine, region, upload_words(mine, region)),
+        frame,
+        FRAME_DTYPES["fp8"],
+        num_programs=3,
+    )
     expected.scatter(region, kv.pack(region))
     for layer in range(3):
         for one, other in zip(mine.layer(layer), expected.layer(layer), strict=True):
@@ -88,7 +100,9 @@ def test_bfloat16_may_be_sent_as_float32_and_back() -> None:
     region = region_of("odd borders", "float32")
     frame = gathered(source, region, 4, torch.zeros(2, dtype=torch.int64))
     assert torch.equal(frame, source.pack(region))
-    scatter_frame(rows_of(target, region), frame, torch.float32, num_programs=4)
+    scatter_frame(
+        rows_of(target, region, upload_words(target, region)), frame, torch.float32, num_programs=4
+    )
     assert torch.equal(target.pack(region), frame)
 
 
