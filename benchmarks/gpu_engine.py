@@ -125,8 +125,8 @@ class Bench:
             shard=None,
             max_model_len=config.max_position,
         )
-        loaded = CudaBackend().load(job, MonotonicClock(), self._report)
-        runner = loaded.make_runner(None)
+        loaded = CudaBackend(cache=None).load(job, MonotonicClock(), self._report)
+        runner = loaded.make_runner(None, None)
         assert isinstance(runner, CudaRunner)
         runner.warm_up()
         # Zeros would let the chip run cooler than it does at work.

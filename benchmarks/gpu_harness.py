@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from decode_worker.scheduler import DecodeScheduler
 from pdserve.config.engine import EngineConfig
-from pdserve.engine.batch import StepRunner
+from pdserve.engine.batch import StepRunner, lookahead_of
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.request import Request, RequestId, SamplingParams
 from pdserve.timeline import MonotonicClock
@@ -81,6 +81,7 @@ def time_decode(
         MonotonicClock(),
         max_waiting=batch,
         max_local_prefill_tokens=None,
+        lookahead=lookahead_of(stand.runner, stand.engine.pipeline_parallel),
     )
     for index in range(batch):
         request = make_request(
@@ -129,6 +130,7 @@ def time_prefill(stand: Stand, batch: int, prompt: int, cached: int = 0, runs: i
         MonotonicClock(),
         max_waiting=batch,
         look_ahead=4,
+        num_stages=stand.engine.pipeline_parallel,
     )
     shared = make_prompt(numbers, cached, stand.vocab_size)
     pipeline = StepPipeline(stand.runner, scheduler.plan_step)

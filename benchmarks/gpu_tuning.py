@@ -14,17 +14,26 @@ from benchmarks.report import RESULTS
 from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.step_shape import decode_shape
 from pdserve.kernels.decode_attention import DecodeTuning
+from pdserve.kernels.streamed_attention import StreamTuning
 
-SHAPES = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (64, 2048), (256, 2048))
-TUNINGS = (
-    (16, 1, 3, 10),
-    (16, 1, 4, 7),
-    (16, 1, 6, 4),
-    (32, 1, 3, 4),
-    (32, 2, 4, 4),
-    (64, 4, 4, 2),
+SHAPES = (
+    (1, 512),
+    (1, 32768),
+    (8, 512),
+    (32, 512),
+    (64, 512),
+    (128, 512),
+    (256, 512),
+    (64, 2048),
+    (256, 2048),
 )
-"""Tile, warps, stages, programs a processor."""
+TUNINGS: dict[str, DecodeTuning | StreamTuning] = {
+    "paged 32 2 4 4": DecodeTuning(),
+    "paged 64 4 4 2": DecodeTuning(tile_tokens=64, num_warps=4, num_stages=4, programs_per_sm=2),
+    "stream 1": StreamTuning(programs_per_sm=1),
+    "stream 2": StreamTuning(programs_per_sm=2),
+}
+"""Numbers: tile, warps, stages, programs a processor."""
 NUM_TOKENS = 40
 
 
@@ -38,19 +47,15 @@ def main() -> None:
     assert isinstance(runner, CudaRunner)
     rows = []
     for batch in sorted({batch for batch, _ in SHAPES}):
-        for tile, warps, stages, programs in TUNINGS:
-            tuning = DecodeTuning(
-                tile_tokens=tile, num_warps=warps, num_stages=stages, programs_per_sm=programs
-            )
-            runner.model.attention.tune_decode = lambda _, chosen=tuning: chosen  # type: ignore[misc]
+        for name, tuning in TUNINGS.items():
+            runner.model.attention.decode_tuning = tuning
             runner.capture([decode_shape(batch)])
             for size, prompt in SHAPES:
                 if size != batch:
                     continue
                 ms = time_decode(bench.stand, batch, prompt, NUM_TOKENS).median_ms
-                name = f"{tile} {warps} {stages} {programs}"
                 rows.append({"batch": batch, "prompt": prompt, "tuning": name, "ms": ms})
-                print(f"{batch:4d} x {prompt:<5d} {name:12s} {ms:8.3f} ms", flush=True)
+                print(f"{batch:4d} x {prompt:<5d} {name:14s} {ms:8.3f} ms", flush=True)
     arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -26,9 +26,11 @@ from pdserve.engine.step_codec import PlanDecoder
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.rank.backend import LoadedParts, LoadJob, ReportPhase
 from pdserve.rank.exchange import RankExchange
-from pdserve.rank.followers import Followers
+from pdserve.rank.followers import Followers, Leader
+from pdserve.rank.inbox import Inbox
 from pdserve.rank.loading import make_device_shard
 from pdserve.rank.meeting import FolderMeeting
+from pdserve.rank.step_results import ResultSender
 from pdserve.request import Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 from pdserve.rpc.v1 import rank_pb2
@@ -50,7 +52,8 @@ def start_ranks(engine: EngineConfig, report: ReportPhase) -> Iterator[Stand]:
         try:
             loaded = _load(engine, 0, Path(folder), report)
             followers = Followers(channels)
-            runner = loaded.make_runner(followers.announce)
+            followers.read_into(Inbox())
+            runner = loaded.make_runner(followers.announce, followers.results)
             runner.warm_up()
             _settle(loaded, engine, 0)
             config = read_model_config(Path(engine.model))
@@ -101,7 +104,7 @@ def _load(engine: EngineConfig, rank: int, folder: Path, report: ReportPhase) ->
         max_model_len=config.max_position,
         exchange=RankExchange(store, rank, geometry.num_ranks),
     )
-    return CudaBackend().load(job, MonotonicClock(), report)
+    return CudaBackend(None).load(job, MonotonicClock(), report)
 
 
 def _settle(loaded: LoadedParts, engine: EngineConfig, rank: int) -> None:
@@ -122,7 +125,7 @@ def main() -> None:
     engine = worker_config_from_json(config).engine
     channel = BlockingChannel(socket.socket(fileno=int(fd)))
     loaded = _load(engine, int(rank), Path(folder), lambda name, seconds, detail: None)
-    runner = loaded.make_runner(None)
+    runner = loaded.make_runner(None, ResultSender(Leader(channel).tell, Inbox()))
     decoder = PlanDecoder()
     is_settled = False
     try:

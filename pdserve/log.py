@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from pdserve.config.log_level import LogLevel
+from pdserve.line_output import turn_off
 
 MAX_ID_CHARACTERS = 128
 MAX_VALUE_CHARACTERS = 2048
@@ -58,11 +59,22 @@ def _shorten(name: str, value: object) -> object:
     return str(value)[:MAX_VALUE_CHARACTERS]
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes to a stream until its reader is gone, and then nowhere."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Called with the error that `emit` met."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            turn_off(self.stream)
+        else:
+            super().handleError(record)
+
+
 def configure_logging(
     level: LogLevel = "info", fields: Mapping[str, str] | None = None, stream: TextIO | None = None
 ) -> None:
     """Sends this process's logs as JSON lines to one stream (stderr); called once, at start."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = LineHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(fields or {}))
     root = logging.getLogger()
     root.handlers[:] = [handler]

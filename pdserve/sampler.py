@@ -6,6 +6,9 @@ frequency and presence penalties; stop ids are masked before `min_tokens`; tempe
 those of the raw logits. Counts are made anew from the known tokens at each step: nothing is kept
 that a replay would not have.
 
+Tokens with equal logits stand in the order of their ids: where a filter ends among them it keeps
+the lowest ids, and greedy choice takes the first.
+
 Randomness is counter-based: the noise of a token is a hash of (seed, sample index, output index,
 token id), so a replay on any process draws the same noise. With E exponential noise, the token that
 maximises `probability / E` is an exact sample: the exponential race, the same thing as the
@@ -146,19 +149,23 @@ def _without_stop_ids(logits: Tensor, row: SamplingRow) -> Tensor:
 def _draw(logits: Tensor, row: SamplingRow) -> int:
     """Samples at a temperature over 0, within min-p, top-k and then top-p."""
     params = row.params
-    # The difference first, so that no temperature however small makes infinity minus infinity.
-    scaled = (logits.double() - logits.max().double()) / params.temperature
+    kept = logits
     ids: Tensor | None = None
-    if 0 < params.top_k < scaled.shape[0]:
-        scaled, ids = scaled.topk(params.top_k)
+    if 0 < params.top_k < logits.shape[0]:
+        # In the order of ids, which decides again at the edge of top-p.
+        ids = _most_likely(logits, params.top_k).sort().values
+        kept = logits[ids]
+    # The difference first, so that no temperature however small makes infinity minus infinity.
+    scaled = (kept.double() - logits.max().double()) / params.temperature
     if params.min_p > 0:
         # The most likely token has a scaled logit of 0.
         is_likely = scaled >= math.log(params.min_p)
         ids = is_likely.nonzero().squeeze(1) if ids is None else ids[is_likely]
-        scaled = scaled[is_likely]
+        kept, scaled = kept[is_likely], scaled[is_likely]
     if params.top_p < 1:
-        kept, picked = _top_p(scaled, params.top_p)
-        scaled, ids = kept, picked if ids is None else ids[picked]
+        places = _top_p(kept, scaled, params.top_p)
+        ids = places if ids is None else ids[places]
+        scaled = scaled[places]
     if ids is None:
         token_ids = np.arange(scaled.shape[0], dtype=np.uint64)
     else:
@@ -167,16 +174,43 @@ def _draw(logits: Tensor, row: SamplingRow) -> int:
     return int(token_ids[int((scaled.exp() / noise).argmax())])
 
 
-def _top_p(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Keeps the fewest most likely tokens whose probabilities add up to `top_p`, at least one."""
+def _most_likely(logits: Tensor, num_kept: int) -> Tensor:
+    """Returns the places of so many of the greatest logits; of equal ones the first."""
+    values, places = logits.topk(min(num_kept + 1, logits.shape[0]))
+    return _cut(logits, values, places, num_kept)
+
+
+def _top_p(logits: Tensor, scaled: Tensor, top_p: float) -> Tensor:
+    """Returns the places of the fewest tokens that add up to `top_p`, the most likely, at least 1.
+
+    Args:
+        logits: of the tokens, which order them.
+        scaled: logarithms of their probabilities, up to a constant.
+        top_p: a share.
+    """
     total = scaled.exp().sum()
-    for num_candidates in (FIRST_CANDIDATES, scaled.shape[0]):
-        values, ids = scaled.topk(min(num_candidates, scaled.shape[0]))
-        cumulative = values.exp().cumsum(0) / total
-        if float(cumulative[-1]) >= top_p:
+    num_all = logits.shape[0]
+    for num_candidates in (min(FIRST_CANDIDATES, num_all), num_all):
+        values, places = logits.topk(num_candidates)
+        cumulative = scaled[places].exp().cumsum(0) / total
+        num_kept = int((cumulative < top_p).sum()) + 1
+        if num_kept < num_candidates:
             break
-    num_kept = int((cumulative < top_p).sum()) + 1
-    return values[:num_kept], ids[:num_kept]
+    return _cut(logits, values, places, min(num_kept, num_all))
+
+
+def _cut(logits: Tensor, values: Tensor, places: Tensor, num_kept: int) -> Tensor:
+    """Returns the first places of a `topk` that goes on behind them, if there is more.
+
+    Of equal logits it takes any, and a bfloat16 leaves hundreds of them: which of those at the edge
+    are kept would depend on the machine.
+    """
+    edge = values[num_kept - 1]
+    if num_kept < values.shape[0] and values[num_kept] == edge:
+        over = places[values > edge]
+        equal = (logits == edge).nonzero().squeeze(1)
+        return torch.cat((over, equal[: num_kept - over.shape[0]]))
+    return places[:num_kept]
 
 
 def _logprobs(raw: Tensor, token_id: int, num_top: int) -> TokenLogprobs:

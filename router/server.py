@@ -24,6 +24,7 @@ from pdserve.chat_template import ChatTemplate
 from pdserve.config.load import name_flag
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, NoWorker
+from pdserve.line_output import write_line
 from pdserve.log import configure_logging
 from pdserve.metrics import serve_metrics
 from pdserve.models.folder import effective_max_model_len, read_model_config
@@ -286,8 +287,7 @@ async def serve(config: RouterConfig) -> None:
         if front.http_port is not None:
             where.append(f"http http://{join_address(config.host, front.http_port)}")
         where.append(f"metrics http://{metrics.address}/metrics")
-        sys.stdout.write(f"router ready: {', '.join(where)}\n")
-        sys.stdout.flush()
+        write_line(sys.stdout, f"router ready: {', '.join(where)}")
         await stop_signal.wait()
         drained = asyncio.create_task(front.drain(config.drain_timeout_s))
         forced = asyncio.create_task(stop_now.wait())

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -12,16 +13,15 @@ from benchmarks.kernels.paged import (
     make_paged_kv,
     relative_error,
 )
-from pdserve.kernels.decode_attention import (
-    DecodeScratch,
-    DecodeTuning,
-    decode_attention,
-    make_scratch,
-)
+from pdserve.kernels.decode_attention import DecodeTuning, decode_attention
+from pdserve.kernels.decode_scratch import DecodeScratch, make_scratch
 from pdserve.kernels.dense_attention import dense_attention
 from pdserve.kernels.prefill_attention import PrefillTuning, prefill_attention
 from pdserve.kernels.prefill_attention import make_scratch as make_prefill_scratch
+from pdserve.kernels.rotary_store import rotate_and_store
+from pdserve.kernels.streamed_attention import StreamTuning
 
+Tuning = DecodeTuning | StreamTuning
 Heads = tuple[int, int, int]
 """Query heads, KV heads, head dim."""
 LLAMA: Heads = (32, 8, 128)
@@ -43,7 +43,7 @@ def run_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     split_tokens: int | None = None,
-    tuning: DecodeTuning | None = None,
+    tuning: Tuning | None = None,
     use_pdl: bool = True,
 ) -> None:
     decode_attention(
@@ -54,7 +54,7 @@ def run_decode(
         kv.lengths,
         out,
         scratch,
-        block_size=BLOCK_SIZE,
+        block_size=kv.block_size,
         scale=q.shape[2] ** -0.5,
         window=window,
         soft_cap=soft_cap,
@@ -73,9 +73,10 @@ def check_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     split_tokens: int | None = None,
-    tuning: DecodeTuning | None = None,
+    tuning: Tuning | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> float:
-    kv = make_paged_kv(lengths, heads[1], heads[2], is_poisoned=True)
+    kv = make_paged_kv(lengths, heads[1], heads[2], is_poisoned=True, block_size=block_size)
     q = make_queries(len(lengths) * queries, heads)
     scratch = make_scratch(q.shape[0], heads[0], heads[2], 64, "cuda")
     scratch.partials.fill_(float("nan"))
@@ -103,6 +104,90 @@ def check_decode(
             )
         errors.append(relative_error(out[rows], expected[rows]))
     return max(errors, key=lambda error: (error != error, error))
+
+
+def make_rotation(q: torch.Tensor, kv: PagedKv) -> Callable[[], None]:
+    """Returns the launch that is before attention in a step.
+
+    It writes made-up queries, and keys and values of each sequence's last token.
+    """
+    num_kv_heads, head_dim = kv.keys.shape[1:]
+    batch, num_heads, _ = q.shape
+    qkv = make_queries(batch, (num_heads + 2 * num_kv_heads, num_kv_heads, head_dim))
+    positions = torch.zeros(batch, dtype=torch.int32, device=q.device)
+    table = torch.ones(1, head_dim // 2, device=q.device)
+
+    def rotate() -> None:
+        rotate_and_store(
+            qkv.flatten(1).unsqueeze(0),
+            positions,
+            kv.last_slots,
+            table,
+            table,
+            kv.keys,
+            kv.values,
+            q,
+            num_heads=num_heads,
+            is_rotated=False,
+            use_pdl=True,
+        )
+
+    return rotate
+
+
+def check_behind_rotation(lengths: tuple[int, ...], *, tuning: Tuning) -> float:
+    """Attends, in one graph, behind the kernel that stores the last token; worst of 20 replays."""
+    kv = make_paged_kv(lengths, LLAMA[1], LLAMA[2], is_poisoned=True)
+    q = make_queries(len(lengths), LLAMA)
+    scratch = make_scratch(q.shape[0], LLAMA[0], LLAMA[2], 64, "cuda")
+    out = torch.full_like(q, UNTOUCHED)
+    rotate = make_rotation(q, kv)
+    rotate()
+    run_decode(q, kv, out, scratch, tuning=tuning)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rotate()
+        run_decode(q, kv, out, scratch, tuning=tuning)
+    expected = torch.full(q.shape, UNTOUCHED, dtype=torch.float64, device="cuda")
+    for row, length in enumerate(lengths):
+        if length:
+            expected[row : row + 1] = attend_exactly(q[row : row + 1], kv, row, [length - 1])
+    errors = []
+    slots = kv.last_slots[kv.last_slots >= 0].long()
+    for _ in range(20):
+        for written in (q, out):
+            written.fill_(UNTOUCHED)
+        for part in (kv.keys, kv.values):
+            part[slots] = float("nan")
+        graph.replay()
+        errors += [relative_error(out[row], expected[row]) for row in range(len(lengths))]
+    return max(errors, key=lambda error: (error != error, error))
+
+
+def count_changed_by_repetition(
+    lengths: tuple[int, ...], *, tuning: Tuning, num_launches: int = 16, num_replays: int = 400
+) -> float:
+    """Returns how many outputs have other bits when launches of a chain are repeated."""
+    kv = make_paged_kv(lengths, LLAMA[1], LLAMA[2])
+    q = make_queries(len(lengths), LLAMA)
+    scratch = make_scratch(len(lengths), LLAMA[0], LLAMA[2], 64, "cuda")
+    outs = [torch.zeros_like(q) for _ in range(num_launches)]
+    first = torch.zeros_like(q)
+    run_decode(q, kv, first, scratch, tuning=tuning)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:
+            run_decode(q, kv, out, scratch, tuning=tuning)
+    changed = torch.zeros((), dtype=torch.int64, device="cuda")
+    for replay in range(num_replays):
+        graph.replay()
+        if replay % 8 == 0:
+            for out in outs:
+                changed += (out != first).sum()
+                out.zero_()
+    return float(changed)
 
 
 def check_prefill(
@@ -190,12 +275,7 @@ def count_changed_by_batch() -> float:
     run_decode(q, kv, together, scratch, split_tokens=256)
     for row in range(len(lengths)):
         alone = torch.empty_like(q[:1])
-        part = PagedKv(
-            keys=kv.keys,
-            values=kv.values,
-            tables=kv.tables[row : row + 1],
-            lengths=kv.lengths[row : row + 1],
-        )
+        part = replace(kv, tables=kv.tables[row : row + 1], lengths=kv.lengths[row : row + 1])
         run_decode(q[row : row + 1], part, alone, scratch, split_tokens=256)
         changed += int((alone[0] != together[row]).sum())
     return float(changed)

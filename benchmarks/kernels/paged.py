@@ -24,12 +24,15 @@ class PagedKv:
     """int32 [B, max_blocks]."""
     lengths: Tensor
     """int32 [B]."""
+    last_slots: Tensor
+    """int32 [B], of each sequence's last token; negative if it has none."""
+    block_size: int = BLOCK_SIZE
 
     def slots(self, sequence: int, num_tokens: int) -> Tensor:
         """Returns where a sequence's first tokens lie."""
         index = torch.arange(num_tokens, device=self.tables.device)
-        blocks = self.tables[sequence].long()[index // BLOCK_SIZE]
-        return blocks * BLOCK_SIZE + index % BLOCK_SIZE
+        blocks = self.tables[sequence].long()[index // self.block_size]
+        return blocks * self.block_size + index % self.block_size
 
 
 def make_paged_kv(
@@ -40,23 +43,30 @@ def make_paged_kv(
     is_poisoned: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
+    block_size: int = BLOCK_SIZE,
 ) -> PagedKv:
     """Makes random KV; slots that no sequence has written are NaN if asked for."""
-    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts)
     order = torch.randperm(num_blocks, device=device).int()
     tables = torch.zeros(len(lengths), max(*counts, 1), dtype=torch.int32, device=device)
-    first = 0
-    for row, count in enumerate(counts):
+    blocks = order.tolist()
+    last_slots, first = [], 0
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         tables[row, :count] = order[first : first + count]
         first += count
-    shape = (num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
+        last_slots.append(
+            blocks[first - 1] * block_size + (length - 1) % block_size if length else -1
+        )
+    shape = (num_blocks * block_size, num_kv_heads, head_dim)
     keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
     kv = PagedKv(
         keys=keys,
         values=values,
         tables=tables,
         lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        last_slots=torch.tensor(last_slots, dtype=torch.int32, device=device),
+        block_size=block_size,
     )
     if is_poisoned:
         is_written = torch.zeros(shape[0], dtype=torch.bool, device=device)

@@ -291,8 +291,9 @@ def main() -> None:
                 )
                 for shape in LLAMA_8B
             },
+            head=LayerShape(num_outputs=128256, num_inputs=4096),
             use_pdl=True,
-            cache_path=None,
+            cache=None,
             is_deterministic=False,
         )
         print(f"table, {attempt}: {time.monotonic() - begin:.1f} s")

@@ -22,6 +22,7 @@ SIZES = (
     (100, 384, 2048, 3),
     (200, 512, 1000, 1),
     (256, 4096, 4096, 2),
+    (128, 28672, 4096, 1),
     (300, 640, 1024, 1),
 )
 # block_n, block_k, num_stages, num_warps, programs_per_sm
@@ -103,13 +104,35 @@ def check_rows_alone(kernel: KernelName) -> bool:
     return is_equal
 
 
+def check_cut_tiles(kernel: KernelName) -> bool:
+    """Returns True if rows in a larger buffer of NaN have the bits of rows that end with theirs."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    weight = torch.randn(640, 4096, device="cuda", generator=generator).bfloat16()
+    is_equal = True
+    for num_rows in (5, 70, 100, 200):
+        if kernel == "row" and num_rows > MAX_ROW_KERNEL_ROWS:
+            continue
+        buffer = torch.full((512, 4096), torch.nan, device="cuda", dtype=torch.bfloat16)
+        rows = buffer[:num_rows]
+        rows.copy_(torch.randn(num_rows, 4096, device="cuda", generator=generator))
+        for plan in list_plans(kernel, 2):
+            outs = [torch.empty(2, num_rows, 640, device="cuda") for _ in range(2)]
+            small_product(rows, weight, outs[0], plan)
+            small_product(rows.clone(), weight, outs[1], plan)
+            if not torch.equal(*outs):
+                is_equal = False
+                print(f"UNEQUAL bits {plan} at {num_rows} rows in a larger buffer")
+    return is_equal
+
+
 def main() -> None:
     """Checks the kernel named on the command line; exits with 1 if it is wrong."""
     kernel: KernelName = sys.argv[1]  # type: ignore[assignment]
     worst = check_values(kernel)
     is_equal = check_rows_alone(kernel)
-    print(f"{kernel}: relative error {worst:.1e}, rows alone {is_equal}")
-    sys.exit(0 if worst < 1e-5 else 1)
+    is_cut = check_cut_tiles(kernel)
+    print(f"{kernel}: relative error {worst:.1e}, rows alone {is_equal}, cut tiles {is_cut}")
+    sys.exit(0 if worst < 1e-5 and is_cut else 1)
 
 
 if __name__ == "__main__":

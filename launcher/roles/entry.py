@@ -11,6 +11,7 @@ from pdserve.config.router import RouterConfig
 from pdserve.config.stage import StageConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
+from pdserve.line_output import write_line
 from pdserve.request import Role
 
 
@@ -63,4 +64,4 @@ def _refuse(error: ConfigError, config_class: type) -> int:
 
 
 def _write_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    write_line(sys.stderr, line)

@@ -256,7 +256,10 @@ def read_environment() -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Returns where converted models are kept: $XDG_CACHE_HOME/pdserve, or ~/.cache/pdserve."""
+    """Returns where converted models and measured tables are kept.
+
+    It is $XDG_CACHE_HOME/pdserve, or ~/.cache/pdserve.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pdserve"
 

@@ -132,8 +132,8 @@ class WorkerConfig:
         """Checks that frames hold whole blocks and whole layers, and the range of times.
 
         Raises:
-            ConfigError: frame_tokens is no multiple of block_size, frame_layers not positive, or a
-                time is none.
+            ConfigError: frame_tokens is no multiple of block_size, or frame_layers or a time not
+                positive.
         """
         if self.handoff.frame_layers is not None and self.handoff.frame_layers < 1:
             raise ConfigError(f"frame_layers must be at least 1, got {self.handoff.frame_layers}")
@@ -149,3 +149,8 @@ class WorkerConfig:
     def has_remote_stages(self) -> bool:
         """Whether some ranks are on other nodes than the face."""
         return self.spread_stages and self.engine.pipeline_parallel > 1
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks on the node of the face."""
+        return self.engine.tensor_parallel if self.spread_stages else self.engine.num_ranks

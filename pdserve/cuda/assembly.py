@@ -1,5 +1,6 @@
 """Turns a step plan into what the device is sent, and says where each slice's logits will be."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ class StepLimits:
 class AssembledStep:
     """A step ready to be sent."""
 
+    lane: int
+    """Whose tables and sampling state its decoding sequences have."""
+
     shape: StepShape
     """As captured, or exact."""
     is_captured: bool
@@ -46,13 +50,20 @@ class Assembler:
     """Seats sequences and writes their rows. Every plan it takes must be launched, in order."""
 
     def __init__(
-        self, inputs: StepInputs, chooser: ShapeChooser, limits: StepLimits, max_seqs: int
+        self,
+        inputs: StepInputs,
+        chooser: ShapeChooser,
+        limits: StepLimits,
+        max_seqs: int,
+        num_lanes: int = 1,
     ) -> None:
-        """Starts with empty seats."""
+        """Starts with empty seats, in as many lanes as take turns in a pipeline."""
         self._inputs = inputs
         self._chooser = chooser
         self._limits = limits
-        self._decode_book = RowBook(max_seqs)
+        self._decode_books = [RowBook(max_seqs) for _ in range(num_lanes)]
+        self._lanes = deque(range(num_lanes))
+        """The one used longest ago first."""
         self._prompt_book = RowBook(max_seqs)
 
     def check(self, plan: StepPlan, previous: Mapping[RequestId, int]) -> None:
@@ -80,7 +91,8 @@ class Assembler:
             ValueError: a slice names blocks out of range.
         """
         decode, prompts = _split(plan, keeps_prompts_apart=self._limits.keeps_prompts_apart)
-        decode_seats = self._decode_book.seat(decode)
+        lane = self._choose_lane(decode)
+        decode_seats = self._decode_books[lane].seat(decode)
         prompt_seats = self._prompt_book.seat(prompts)
         self._check_runs(decode_seats.runs)
         self._check_runs(prompt_seats.runs)
@@ -106,9 +118,10 @@ class Assembler:
             writer.write_prompts([self._prompt_inputs(part) for part in prompts])
         if sample_rows is not None:
             writer.write_samples(sample_rows)
-        writer.update_tables(decode_seats.runs, are_prompts=False)
-        writer.update_tables(prompt_seats.runs, are_prompts=True)
+        writer.update_decode_tables(decode_seats.runs, lane)
+        writer.update_prompt_tables(prompt_seats.runs)
         return AssembledStep(
+            lane=lane,
             shape=shape,
             is_captured=captured is not None,
             writer=writer,
@@ -118,6 +131,15 @@ class Assembler:
                 PromptChunk(num_rows=part.num_tokens, context=part.start) for part in prompts
             ),
         )
+
+    def _choose_lane(self, decode: Sequence[SequenceSlice]) -> int:
+        """Returns the lane where the oldest sequence sat in its last step, or one long unused."""
+        first = decode[0].request.request_id if decode else None
+        seated = (lane for lane in self._lanes if self._decode_books[lane].seats(first))
+        lane = next(seated, self._lanes[0])
+        self._lanes.remove(lane)
+        self._lanes.append(lane)
+        return lane
 
     def _write_decode(
         self,

@@ -3,7 +3,7 @@
 Letters: M rows, H query heads, J KV heads, D head dim, S slots, B prompts, T tokens of each.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pdserve.cuda.step_rows import PromptChunk, PromptRows, StepRows
-from pdserve.kernels.decode_attention import DecodeScratch, DecodeTuning, decode_attention
+from pdserve.kernels.decode_attention import DecodeTuning, decode_attention
+from pdserve.kernels.decode_scratch import DecodeScratch
 from pdserve.kernels.dense_attention import (
     BUCKET_TOKENS,
     LEAST_TOKENS,
@@ -25,22 +26,10 @@ from pdserve.kernels.prefill_attention import (
     prefill_attention,
     splits_for,
 )
+from pdserve.kernels.streamed_attention import StreamTuning
 
 SPLIT_ROWS = FEW_ROWS * splits_for(FEW_ROWS, LONG_CONTEXT_TOKENS)
 """Rows times splits of a launch of prompts, at most."""
-
-
-MIDDLE_BATCHES = range(8, 48)
-MIDDLE_TUNING = DecodeTuning(tile_tokens=64, num_warps=4, num_stages=4, programs_per_sm=2)
-
-
-def decode_tuning_for(batch: int) -> DecodeTuning:
-    """Returns how decode attention of so many sequences is cut.
-
-    Measured inside of whole steps (`benchmarks/gpu_tuning.py`, H200, Llama-3-8B shape): at 32
-    sequences of 512 tokens the larger tiles spare 2.5 % of a step, at 64 they cost 3 %.
-    """
-    return MIDDLE_TUNING if batch in MIDDLE_BATCHES else DecodeTuning()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +81,8 @@ class AttentionRoom:
             max_rows: of one step.
             use_pdl: whether kernels may start while the ones before them drain.
         """
-        self.tune_decode: Callable[[int], DecodeTuning] = decode_tuning_for
-        """By the number of sequences; in deterministic mode the default is taken for all."""
+        self.decode_tuning: DecodeTuning | StreamTuning | None = None
+        """Of decode attention; None for the kernels' own choice. Not for deterministic mode."""
         self._decode_scratch = decode_scratch
         self._prompt_scratch = prompt_scratch
         self._block_size = block_size
@@ -169,7 +158,7 @@ class AttentionRoom:
             scale=self._scale,
             window=layer.window,
             split_tokens=self._split_tokens,
-            tuning=self.tune_decode(q_BHD.shape[0]) if self._split_tokens is None else None,
+            tuning=self.decode_tuning if self._split_tokens is None else None,
             # Lengths may be the doing of the kernel just before.
             use_pdl=self._use_pdl and may_overlap,
         )

@@ -9,6 +9,7 @@ captured to see what one costs.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,17 +21,25 @@ from pdserve.cuda.model import CudaModel, make_rotary_tables
 from pdserve.cuda.plans import choose_plans
 from pdserve.cuda.products import Products, max_product_bytes
 from pdserve.cuda.runner import CudaRunner
+from pdserve.cuda.stages import DeviceStages, StageRoom, connect_device_stages
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
-from pdserve.cuda.tensor_ranks import MemoryKind, TensorRanks, connect_tensor_ranks
+from pdserve.cuda.tensor_ranks import MAX_RING_ROWS, MemoryKind, TensorRanks, connect_tensor_ranks
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
-from pdserve.kernels import decode_attention, prefill_attention
+from pdserve.kernels import decode_scratch, prefill_attention
 from pdserve.models.llama import narrow_config
 from pdserve.models.weights import WeightSource
 from pdserve.models.weights_safetensors import SafetensorsWeights
-from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.backend import (
+    Announce,
+    LoadedParts,
+    LoadJob,
+    RankRunner,
+    ReportPhase,
+    StepResults,
+)
 from pdserve.rank.exchange import agree_on_least
 from pdserve.timeline import Clock
 
@@ -52,10 +61,15 @@ class EngineParts:
     inputs: StepInputs
     limits: InputLimits
     shapes: tuple[StepShape, ...]
+    stages: DeviceStages | None
 
 
 class CudaBackend:
     """The `Backend` of a GPU."""
+
+    def __init__(self, cache: Path | None) -> None:
+        """Takes the folder of what is kept from start to start; None keeps nothing."""
+        self._cache = cache
 
     def load(self, job: LoadJob, clock: Clock, report: ReportPhase) -> LoadedParts:
         """Loads weights, captures graphs and allocates KV.
@@ -67,7 +81,7 @@ class CudaBackend:
         _check(job)
         device = Device(torch.device("cuda"))
         free_at_start = device.free_bytes()
-        parts = make_parts(job, device, clock, report)
+        parts = make_parts(job, device, clock, report, cache=self._cache)
         num_blocks = _fit_kv(job, parts, free_at_start, clock, report)
         started_s = clock.now()
         kv = KvTensors(job.geometry, num_blocks, job.part, device.torch_device)
@@ -82,8 +96,8 @@ class CudaBackend:
             f"{captured.num_graphs} graphs, {captured.num_bytes // MIB} MiB",
         )
 
-        def give_runner(announce: Announce | None) -> RankRunner:
-            runner.announce = announce
+        def give_runner(announce: Announce | None, results: StepResults | None) -> RankRunner:
+            runner.announce, runner.results = announce, results
             return runner
 
         return LoadedParts(kv=kv, make_runner=give_runner)
@@ -95,6 +109,8 @@ def make_parts(
     clock: Clock,
     report: ReportPhase,
     memory_kind: MemoryKind | None = None,
+    *,
+    cache: Path | None = None,
 ) -> EngineParts:
     """Loads weights, chooses products and allocates buffers.
 
@@ -104,6 +120,7 @@ def make_parts(
         clock: of the phases.
         report: takes them.
         memory_kind: how ranks share memory; None: between GPUs.
+        cache: folder of product tables; None keeps none.
     """
     started_s = clock.now()
     dtype, engine, config = TORCH_DTYPES[job.engine.dtype], job.engine, job.model
@@ -118,7 +135,7 @@ def make_parts(
     device.synchronize()
     report("load weights", clock.now() - started_s, f"{engine.dtype} on {device.name}")
     started_s = clock.now()
-    plans = choose_plans(weights, device, is_fixed=engine.deterministic)
+    plans = choose_plans(weights, device, is_fixed=engine.deterministic, cache=cache)
     report("choose products", clock.now() - started_s, plans.summary)
     limits = InputLimits(
         max_rows=max(engine.max_num_batched_tokens, engine.max_num_seqs),
@@ -139,7 +156,7 @@ def make_parts(
         max_splits = max(2, -(-job.max_model_len // split_tokens))
     heads, head_dim, place = config.num_heads, config.head_dim, device.torch_device
     attention = AttentionRoom(
-        decode_attention.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
+        decode_scratch.make_scratch(limits.max_samples, heads, head_dim, max_splits, place),
         prefill_attention.make_scratch(SPLIT_ROWS, heads, head_dim, 1, place),
         block_size=engine.block_size,
         head_dim=head_dim,
@@ -158,15 +175,27 @@ def make_parts(
         attention,
         use_pdl=device.has_dependent_launch,
         ranks=_connect_ranks(job, limits, device, memory_kind),
+        shard=job.shard,
     )
+    stages = _connect_stages(job, limits, device, memory_kind)
     shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
     return EngineParts(
         device=device,
         attention=attention,
         model=model,
-        inputs=StepInputs(limits, device),
+        inputs=_make_inputs(limits, device, stages),
         limits=limits,
         shapes=() if engine.enforce_eager or not device.is_cuda else shapes,
+        stages=stages,
+    )
+
+
+def _make_inputs(limits: InputLimits, device: Device, stages: DeviceStages | None) -> StepInputs:
+    if stages is None:
+        return StepInputs(limits, device)
+    room = stages.room
+    return StepInputs(
+        limits, device, num_lanes=room.num_stages, max_in_flight=room.max_steps_in_flight
     )
 
 
@@ -197,6 +226,7 @@ def make_runner(
         max_model_len=job.max_model_len if is_trial else min(job.max_model_len, room),
         is_deterministic=job.engine.deterministic,
         graph_shapes=parts.shapes if shapes is None else shapes,
+        stages=parts.stages,
     )
 
 
@@ -270,18 +300,40 @@ def _connect_ranks(
     first = shard.part.stage * shard.tensor_parallel
     # Room for the activations of the largest step, and for a row of logits at the least.
     num_bytes = max(
-        limits.max_rows * config.hidden_size * TORCH_DTYPES[job.engine.dtype].itemsize,
+        min(limits.max_rows, MAX_RING_ROWS)
+        * config.hidden_size
+        * TORCH_DTYPES[job.engine.dtype].itemsize,
         (config.vocab_size // shard.tensor_parallel + 4) * torch.float32.itemsize,
     )
     members = range(first, first + shard.tensor_parallel)
-    return connect_tensor_ranks(job.exchange, members, num_bytes, device, memory_kind)
+    return connect_tensor_ranks(
+        job.exchange,
+        members,
+        num_bytes,
+        device,
+        memory_kind,
+        is_deterministic=job.engine.deterministic,
+    )
+
+
+def _connect_stages(
+    job: LoadJob, limits: InputLimits, device: Device, memory_kind: MemoryKind | None
+) -> DeviceStages | None:
+    """Meets the stages before and behind; None where there is one."""
+    shard = job.shard
+    if shard is None or shard.num_stages == 1:
+        return None
+    assert job.exchange is not None
+    room = StageRoom(
+        num_stages=shard.num_stages,
+        max_rows=limits.max_rows,
+        max_samples=limits.max_samples,
+        hidden_size=job.model.hidden_size,
+        dtype=TORCH_DTYPES[job.engine.dtype],
+    )
+    return connect_device_stages(job.exchange, shard, room, device, memory_kind)
 
 
 def _check(job: LoadJob) -> None:
-    if job.geometry.pipeline_parallel > 1:
-        raise ConfigError(
-            "device cuda computes all layers on one rank: pipeline_parallel_size must be 1, "
-            f"got {job.geometry.pipeline_parallel}"
-        )
     if not torch.cuda.is_available():
         raise ConfigError("device cuda needs a CUDA GPU and a torch built for it, found none")

@@ -21,7 +21,7 @@ from pdserve.config.rope import DynamicScaling
 from pdserve.cuda.attention import AttentionRoom, LayerAttention
 from pdserve.cuda.products import Products
 from pdserve.cuda.step_rows import StepRows
-from pdserve.cuda.tensor_ranks import TensorRanks
+from pdserve.cuda.tensor_ranks import TensorRanks, VocabularyShare
 from pdserve.cuda.weights import LayerWeights, ModelWeights
 from pdserve.cuda.workspace import RowBuffers, Workspace
 from pdserve.errors import ConfigError
@@ -29,6 +29,7 @@ from pdserve.kernels.embedding import embed_and_norm, embed_share
 from pdserve.kernels.norm import add_norm
 from pdserve.kernels.rotary_store import rotate_and_store
 from pdserve.kernels.silu_mul import silu_mul
+from pdserve.layers.parallel import Shard
 from pdserve.layers.rope_scaling import make_frequencies
 
 
@@ -76,6 +77,7 @@ class CudaModel:
         *,
         use_pdl: bool,
         ranks: TensorRanks | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """Keeps all of them.
 
@@ -88,6 +90,7 @@ class CudaModel:
             attention: over the rank's heads.
             use_pdl: whether kernels may start while the ones before drain.
             ranks: those that have the other parts of each layer; None where there is one.
+            shard: this rank's part; None is everything.
         """
         self.config = config
         self.ranks = ranks
@@ -97,6 +100,13 @@ class CudaModel:
         self._products = products
         self.attention = attention
         self._use_pdl = use_pdl
+        self._has_embedding = shard is None or shard.is_first_stage
+        self.has_head = shard is None or shard.is_last_stage
+        self._fence = torch.zeros(1, dtype=torch.int32, device=weights.final_gain_E.device)
+
+    def buffers(self, num_rows: int) -> RowBuffers:
+        """Returns where a step's activations are before and after this stage."""
+        return self._workspace.rows(num_rows)
 
     @torch.inference_mode()
     def forward(self, rows: StepRows, kv: KvTensors) -> Tensor | None:
@@ -106,7 +116,7 @@ class CudaModel:
             This rank's logits, overwritten by the next step; None if no row samples.
         """
         hidden = self.compute_hidden(rows, kv)
-        return None if hidden is None else self.score_share(hidden)
+        return None if hidden is None or not self.has_head else self.score_share(hidden)
 
     @torch.inference_mode()
     def score_share(self, hidden_ME: Tensor) -> Tensor:
@@ -117,30 +127,46 @@ class CudaModel:
         """
         return self._products.logits(hidden_ME, self._weights.head_VE)
 
-    def gather(self, logits_RN: Tensor) -> Tensor:
-        """Returns what all ranks make of the same rows, float32 [R, V]."""
-        if self.ranks is None:
-            return logits_RN
-        return self.ranks.gather(logits_RN, self._workspace.all_logits(logits_RN.shape[0]))
+    @property
+    def vocabulary_share(self) -> VocabularyShare | None:
+        """What the logits of this rank are of; None is everything."""
+        if self.ranks is None or not self.has_head:
+            return None
+        first, count = self._weights.first_token_id, self._weights.head_VE.shape[0]
+        return VocabularyShare(
+            ranks=self.ranks,
+            token_ids=range(first, first + count),
+            max_tokens=-(-self.config.vocab_size // self.ranks.size),
+            gather=self._gather,
+        )
 
     def score(self, hidden_ME: Tensor) -> Tensor:
         """Returns logits over the whole vocabulary."""
-        return self.gather(self.score_share(hidden_ME))
+        logits = self.score_share(hidden_ME)
+        return logits if self.ranks is None else self._gather(logits)
+
+    def _gather(self, logits_RN: Tensor) -> Tensor:
+        assert self.ranks is not None
+        return self.ranks.gather(logits_RN, self._workspace.all_logits(logits_RN.shape[0]))
 
     @torch.inference_mode()
     def compute_hidden(self, rows: StepRows, kv: KvTensors) -> Tensor | None:
         """Computes all but the head; returns the normed rows that sample, None if there are none.
 
-        They are overwritten by the next step.
+        They are overwritten by the next step. A stage that has no head returns all rows.
         """
         weights, buffers = self._weights, self._workspace.rows(rows.num_rows)
         gains = [layer.input_gain_E for layer in weights.layers]
-        self._embed(rows, gains[0], buffers)
+        if self._has_embedding:
+            self._embed(rows, gains[0], buffers)
+        else:
+            # As the embedding does: nothing starts before the step's tables are written.
+            self._fence.zero_()
         gains = [*gains[1:], weights.final_gain_E]
         last = len(weights.layers) - 1
         for index, (layer, next_gain_E) in enumerate(zip(weights.layers, gains, strict=True)):
             read = self._store(index, layer, rows, buffers, kv)
-            if index < last or rows.sample_rows_R is None:
+            if index < last or not self.has_head or rows.sample_rows_R is None:
                 self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
             elif rows.sample_rows_R.shape[0] == 0:
                 return None
@@ -153,8 +179,8 @@ class CudaModel:
     def _embed(self, rows: StepRows, gain_E: Tensor, buffers: RowBuffers) -> None:
         """Embeds, and norms for the first layer.
 
-        Launched when all before it has ended: later kernels read tables and lengths before they
-        wait.
+        Launched when all before it has ended: later kernels read tables, lengths and KV of earlier
+        steps before they wait.
         """
         weights, epsilon = self._weights, self.config.rms_norm_eps
         residual, normed = buffers.residual_ME, buffers.normed_ME
@@ -177,7 +203,7 @@ class CudaModel:
         kv: KvTensors,
     ) -> LayerAttention:
         """Makes queries of a layer's normed rows and stores their keys and values."""
-        config = self.config
+        config, place = self.config, self._weights.first_layer + index
         keys, values = kv.layer(index)
         qkv = self._products.multiply(buffers.normed_ME, layer.qkv_NE)
         rotate_and_store(
@@ -194,10 +220,10 @@ class CudaModel:
             q_gain_D=layer.q_gain_D,
             k_gain_D=layer.k_gain_D,
             epsilon=config.rms_norm_eps,
-            is_rotated=index not in config.unrotated_layers,
+            is_rotated=place not in config.unrotated_layers,
             use_pdl=self._use_pdl,
         )
-        return LayerAttention(keys_SJD=keys, values_SJD=values, window=config.window_of(index))
+        return LayerAttention(keys_SJD=keys, values_SJD=values, window=config.window_of(place))
 
     def _attend_for_samples(
         self, read: LayerAttention, rows: StepRows, wanted_R: Tensor, buffers: RowBuffers

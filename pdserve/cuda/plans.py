@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,13 +24,16 @@ class ProductPlans:
     summary: str
 
 
-def choose_plans(weights: ModelWeights, device: Device, *, is_fixed: bool) -> ProductPlans:
+def choose_plans(
+    weights: ModelWeights, device: Device, *, is_fixed: bool, cache: Path | None
+) -> ProductPlans:
     """Chooses for every product of a model.
 
     Args:
         weights: what is multiplied; times are taken on them.
         device: theirs.
         is_fixed: takes one plan a product for any number of rows, so that no batch changes a bit.
+        cache: folder where tables are kept from start to start; None measures anew.
     """
     by_shape = _weights_by_shape(weights)
     head = _shape_of(weights.head_VE)
@@ -39,8 +43,9 @@ def choose_plans(weights: ModelWeights, device: Device, *, is_fixed: bool) -> Pr
         return ProductPlans(choose=_library, summary="library")
     table = make_product_table(
         by_shape,
+        head=head,
         use_pdl=device.has_dependent_launch,
-        cache_path=None,
+        cache=cache,
         is_deterministic=is_fixed,
     )
     choices = [choice for rows in table.choices.values() for choice in rows.values()]
@@ -89,5 +94,6 @@ def _weights_by_shape(weights: ModelWeights) -> Mapping[LayerShape, Sequence[Ten
     for layer in weights.layers:
         for weight in (layer.qkv_NE, layer.out_EN, layer.gate_up_NE, layer.down_EN):
             found.setdefault(_shape_of(weight), []).append(weight)
-    found.setdefault(_shape_of(weights.head_VE), []).append(weights.head_VE)
+    if weights.head_VE.shape[0]:
+        found.setdefault(_shape_of(weights.head_VE), []).append(weights.head_VE)
     return found

@@ -34,7 +34,9 @@ def max_product_bytes(
     for num_outputs, num_inputs in shapes:
         for num_rows in {*(rows for rows in ROW_BUCKETS if rows <= max_rows), max_rows}:
             plan = choose(num_rows, num_outputs, num_inputs)
-            item = dtype.itemsize if plan is None else plan.num_splits * torch.float32.itemsize
+            item = dtype.itemsize
+            if plan is not None and plan.num_splits > 1:
+                item = plan.num_splits * torch.float32.itemsize
             largest = max(largest, num_rows * num_outputs * item)
     return largest
 
@@ -60,7 +62,8 @@ class Products:
             torch.mm(x_MK, weight_NK.t(), out=out[0])
         else:
             shape = (plan.num_splits, num_rows, num_outputs)
-            out = self._workspace.product(shape, torch.float32)
+            dtype = self._workspace.dtype if plan.num_splits == 1 else torch.float32
+            out = self._workspace.product(shape, dtype)
             small_product(x_MK, weight_NK, out, plan, use_pdl=self._use_pdl)
         if bias_N is not None:
             out[0].add_(bias_N)

@@ -39,6 +39,10 @@ class RowBook:
         self._requests: list[Request | None] = [None] * max_rows
         self._tables: list[tuple[BlockId, ...]] = [()] * max_rows
 
+    def seats(self, request_id: RequestId | None) -> bool:
+        """Says whether a request was among those seated last."""
+        return request_id in self._row_of
+
     def seat(self, parts: Sequence[SequenceSlice]) -> Seats:
         """Gives each slice a row."""
         count = len(parts)

@@ -3,7 +3,9 @@
     launch: rows and tables -> one copy -> graph, or kernels one by one -> sampling -> ids to host
     result: waits for that last copy alone, while the step behind is computed
 
-Tokens that the host does not know yet are taken, on the device, from what the step before sampled.
+Tokens that the host does not know yet are taken, on the device, from what an earlier step sampled.
+In a pipeline every stage has such a runner (see `stages`); the last one samples, and its host tells
+rank 0 what.
 """
 
 from collections import deque
@@ -15,19 +17,20 @@ from torch import Tensor
 
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.cuda.assembly import AssembledStep, Assembler, StepLimits
+from pdserve.cuda.awaited import AwaitedIds
 from pdserve.cuda.device import Device, StepEvent
 from pdserve.cuda.graphs import CaptureReport, GraphSet
 from pdserve.cuda.model import CudaModel
 from pdserve.cuda.sampling import ChosenTokens, SampleSlot, TokenChooser
 from pdserve.cuda.scoring import PromptScores, score_prompts
+from pdserve.cuda.stages import DeviceStages
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
-from pdserve.cuda.step_rows import PromptChunk
+from pdserve.cuda.step_rows import PromptChunk, StepRows
 from pdserve.cuda.step_shape import ShapeChooser, StepShape, decode_shape, prompt_shape
 from pdserve.cuda.tensor_ranks import RankWatch
 from pdserve.engine.batch import StepPlan, StepResult
 from pdserve.engine.warm_up import make_warm_up_plans
-from pdserve.rank.backend import Announce
-from pdserve.request import RequestId
+from pdserve.rank.backend import Announce, ExpectedResult, StepResults
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,34 +44,47 @@ class RunnerCounters:
 
 
 class CudaStep:
-    """A step in flight."""
+    """A step in flight. Its result is taken where it is sampled, and of a pipeline on rank 0."""
 
     def __init__(
         self,
         chosen: ChosenTokens,
         scores: Sequence[PromptScores],
         event: StepEvent,
-        watch: RankWatch | None,
+        watches: Sequence[RankWatch],
+        expected: ExpectedResult | None,
     ) -> None:
-        """Keeps what will be there once the event has happened."""
+        """Keeps what will be there once the event has happened.
+
+        Args:
+            chosen: tokens.
+            scores: of prompts.
+            event: when the device has done this rank's part.
+            watches: whether it had what it needed of other ranks.
+            expected: on rank 0 of a pipeline, what the last stage will tell.
+        """
         self._chosen = chosen
         self._scores = scores
         self._event = event
-        self._watch = watch
+        self._watches = watches
+        self._expected = expected
 
     def wait(self) -> None:
-        """Waits until the device has done it.
+        """Waits until the device has done it, and so has the last stage.
 
         Raises:
             WorkerLost: another rank did not do its part.
         """
         self._event.synchronize()
-        if self._watch is not None:
-            self._watch.check()
+        for watch in self._watches:
+            watch.check()
+        if self._expected is not None:
+            self._expected.wait()
 
     def is_over(self) -> bool:
         """Says whether tokens are in host memory."""
-        return self._event.query()
+        is_here = self._expected is None or self._expected.is_over()
+        return is_here and self._event.query()
 
     def result(self) -> StepResult:
         """Waits, and reads tokens from host memory.
@@ -77,6 +93,8 @@ class CudaStep:
             WorkerLost: another rank did not do its part.
         """
         self.wait()
+        if self._expected is not None:
+            return self._expected.result()
         return StepResult(
             sampled=self._chosen.read(),
             prompt_logprobs={score.targets.request_id: score.read() for score in self._scores},
@@ -85,8 +103,6 @@ class CudaStep:
 
 class CudaRunner:
     """A model, its KV memory and all buffers of a step. Used by one thread."""
-
-    max_steps_in_flight = 2
 
     def __init__(
         self,
@@ -99,6 +115,7 @@ class CudaRunner:
         max_model_len: int,
         is_deterministic: bool = False,
         graph_shapes: Sequence[StepShape] = (),
+        stages: DeviceStages | None = None,
     ) -> None:
         """Keeps them; graphs are captured by `capture`.
 
@@ -111,7 +128,13 @@ class CudaRunner:
             max_model_len: longest sequence.
             is_deterministic: the way that tokens are batched changes no bit.
             graph_shapes: what `capture` will capture.
+            stages: this rank's place among several; None: it has all layers.
         """
+        num_lanes = 1 if stages is None else stages.room.num_stages
+        in_flight = 2 if stages is None else stages.room.max_steps_in_flight
+        self.max_steps_in_flight = in_flight
+        self.results: StepResults | None = None
+        """Takes what the last stage sampled to rank 0; on these two ranks of a pipeline."""
         self.model = model
         self.kv = kv
         self.announce: Announce | None = None
@@ -122,7 +145,15 @@ class CudaRunner:
         self._input_limits = input_limits
         self._shapes = tuple(graph_shapes)
         self._graphs = GraphSet(device, self._compute, self._send_padding)
-        self._chooser = TokenChooser(device, input_limits.max_samples, model.config.vocab_size)
+        max_samples, vocab_size = input_limits.max_samples, model.config.vocab_size
+        self._choosers = [
+            TokenChooser(device, max_samples, vocab_size, model.vocabulary_share, in_flight)
+            for _ in range(num_lanes)
+        ]
+        self._stages = stages
+        self._awaited = AwaitedIds(1 if stages is None else stages.room.num_id_rows, max_samples)
+        self._number = 0
+        """Of the step launched last."""
         self._flying: deque[CudaStep] = deque()
         self._assembler = Assembler(
             inputs,
@@ -135,9 +166,9 @@ class CudaRunner:
                 keeps_prompts_apart=is_deterministic,
             ),
             input_limits.max_seqs,
+            num_lanes,
         )
         self._max_model_len = max_model_len
-        self._previous: dict[RequestId, int] = {}
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> CudaStep:
@@ -146,23 +177,47 @@ class CudaRunner:
         Raises:
             ValueError: a slice is empty, or names tokens or blocks out of range.
         """
-        self._assembler.check(plan, self._previous)
+        self._assembler.check(plan, self._awaited.indices)
         if self.announce is not None:
             self.announce(plan)
-        step = self._assembler.assemble(plan, self._previous)
+        step = self._assembler.assemble(plan, self._awaited.indices)
+        self._number += 1
+        if self._stages is not None:
+            buffers = self.model.buffers(step.shape.num_rows)
+            self._stages.enter(self._number, self._awaited.newest(plan), buffers)
         for source, target in plan.copies:
             self.kv.copy_block(source, target)
-        self._inputs.send(step.writer)
+        self._inputs.send(step.writer, step.lane)
         logits, scores, slots = self._forward(step)
-        if logits is not None and slots and self.model.ranks is not None:
-            logits = self.model.gather(logits[: max(slot.row for slot in slots) + 1])
-        chosen = self._chooser.choose(logits, slots)
-        self._previous = {slot.part.request.request_id: slot.row for slot in chosen.device_slots}
+        chosen = self._choosers[step.lane].choose(logits, slots)
+        if self._stages is not None:
+            self._leave_stage(self._stages, step, chosen)
+        rows = ((slot.part.request.request_id, slot.row) for slot in chosen.device_slots)
+        self._awaited.note(self._number, rows)
         self.counters.steps += 1
         self.counters.graph_steps += step.is_captured
         self.counters.host_tokens += len(chosen.host_slots)
-        watch = None if self.model.ranks is None else self.model.ranks.watch()
-        return CudaStep(chosen, scores, self._device.record(), watch)
+        watches, expected = self._watch_ranks(), None
+        if self.results is not None and self._stages is not None and self._stages.is_leader:
+            expected = self.results.expect()
+        return CudaStep(chosen, scores, self._device.record(), watches, expected)
+
+    def _leave_stage(self, stages: DeviceStages, step: AssembledStep, chosen: ChosenTokens) -> None:
+        """Hands on what this stage made of a step."""
+        if not stages.is_last:
+            stages.leave(self._number, self.model.buffers(step.shape.num_rows))
+        elif chosen.device_slots:
+            num_rows = max(slot.row for slot in chosen.device_slots) + 1
+            stages.return_ids(self._number, self._choosers[step.lane].ids[:num_rows])
+
+    def _watch_ranks(self) -> tuple[RankWatch, ...]:
+        """Returns what tells, once the stream got here, whether all other ranks did their part."""
+        watches: list[RankWatch] = []
+        if self.model.ranks is not None:
+            watches.append(self.model.ranks.watch())
+        if self._stages is not None:
+            watches.append(self._stages.watch(self._number))
+        return tuple(watches)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a step and waits for it."""
@@ -187,8 +242,11 @@ class CudaRunner:
         """
         while len(self._flying) >= self.max_steps_in_flight:
             self._flying.popleft().wait()
-        self._flying.append(self.launch(plan))
-        return self._flying[-1]
+        step = self.launch(plan)
+        self._flying.append(step)
+        if self.results is not None and self._stages is not None and self._stages.is_sampler:
+            self.results.put(step)
+        return step
 
     def compute_largest(self) -> None:
         """Computes padding in the largest steps, so that all memory was asked for once."""
@@ -230,15 +288,20 @@ class CudaRunner:
     def _compute(
         self, shape: StepShape, chunks: tuple[PromptChunk, ...] | None = None
     ) -> Tensor | None:
-        rows = self._inputs.take(shape, self._chooser.ids, chunks)
-        return self.model.forward(rows, self.kv)
+        return self.model.forward(self._take(shape, chunks), self.kv)
+
+    def _take(self, shape: StepShape, chunks: tuple[PromptChunk, ...] | None) -> StepRows:
+        ids = self._choosers[0].ids if self._stages is None else self._stages.ids
+        return self._inputs.take(shape, ids, chunks)
 
     def _forward_scored(
         self, step: AssembledStep
     ) -> tuple[Tensor | None, Sequence[PromptScores], Sequence[SampleSlot]]:
-        rows = self._inputs.take(step.shape, self._chooser.ids, step.chunks)
-        hidden = self.model.compute_hidden(rows, self.kv)
+        hidden = self.model.compute_hidden(self._take(step.shape, step.chunks), self.kv)
         assert hidden is not None
+        slots = [SampleSlot(part=slot.part, row=row) for row, slot in enumerate(step.slots)]
+        if not self.model.has_head:
+            return None, (), slots
         scores = score_prompts(
             hidden, self.model.score, step.targets, self._input_limits.max_samples
         )
@@ -246,5 +309,4 @@ class CudaRunner:
             return None, scores, ()
         at = torch.tensor([slot.row for slot in step.slots]).to(hidden.device, non_blocking=True)
         logits = self.model.score_share(hidden.index_select(0, at))
-        slots = [SampleSlot(part=slot.part, row=row) for row, slot in enumerate(step.slots)]
         return logits, scores, slots

@@ -27,8 +27,6 @@ from pdserve.kernels.step_inputs import take_step_inputs
 ALIGNMENT = 4
 """Values; a part starts on 16 bytes, whatever the sizes before it: kernels are made for that."""
 HEADER = 4
-NUM_HOST_BUFFERS = 3
-"""One is filled while two steps fly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,22 +81,35 @@ class InputLimits:
 
 
 class StepInputs:
-    """The buffers on both sides. Host buffers take turns: two steps may be in flight."""
+    """The buffers on both sides. Host buffers take turns: several steps may be in flight."""
 
-    def __init__(self, limits: InputLimits, device: Device) -> None:
-        """Allocates."""
+    def __init__(
+        self, limits: InputLimits, device: Device, *, num_lanes: int = 1, max_in_flight: int = 2
+    ) -> None:
+        """Allocates.
+
+        Args:
+            limits: of one step.
+            device: that computes.
+            num_lanes: sets of decoding sequences that take turns. Each has tables of its own,
+                which are copied to where graphs look for them; one alone has them there.
+            max_in_flight: steps that may be launched and not have ended.
+        """
         self._limits = limits
         self._device = device
         rows, seqs = limits.max_rows, limits.max_seqs
         fixed = 3 * rows + 2 * seqs + seqs + 1 + limits.max_samples + 8 * ALIGNMENT
         # A table may have to be written whole, of every sequence.
-        size = fixed + HEADER + 2 * 2 * seqs * limits.max_blocks
+        size = fixed + HEADER + 2 * (1 + min(2, num_lanes)) * seqs * limits.max_blocks
         self._device_buffer = device.zeros((size,), torch.int32)
-        self._host_buffers = [device.pinned((size,), torch.int32) for _ in range(NUM_HOST_BUFFERS)]
+        # One is filled while the others fly.
+        self._host_buffers = [device.pinned((size,), torch.int32) for _ in range(max_in_flight + 1)]
         self._turn = 0
         self._token_ids = device.zeros((rows,), torch.int32)
-        # Rows of decoding sequences, then those of prompts.
-        self._tables = device.zeros((2 * seqs, limits.max_blocks), torch.int32)
+        # Rows of decoding sequences, then those of prompts; then, of several lanes, each one's.
+        self._num_lanes = num_lanes
+        num_rows = (2 if num_lanes == 1 else 2 + num_lanes) * seqs
+        self._tables = device.zeros((num_rows, limits.max_blocks), torch.int32)
 
     @property
     def num_bytes(self) -> int:
@@ -107,13 +118,18 @@ class StepInputs:
 
     def next_writer(self, shape: StepShape) -> "InputWriter":
         """Returns the host's buffer for a new step, its padding filled in."""
-        self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
-        return InputWriter(self._host_buffers[self._turn], shape, self._limits)
+        self._turn = (self._turn + 1) % len(self._host_buffers)
+        buffer = self._host_buffers[self._turn]
+        return InputWriter(buffer, shape, self._limits, has_lanes=self._num_lanes > 1)
 
-    def send(self, writer: "InputWriter") -> None:
+    def send(self, writer: "InputWriter", lane: int = 0) -> None:
         """Copies a step's inputs to the device, behind all work so far."""
         size = writer.finish()
         self._device_buffer[:size].copy_(writer.buffer[:size], non_blocking=True)
+        num_rows = writer.shape.num_decode
+        if self._num_lanes > 1 and num_rows:
+            start = (2 + lane) * self._limits.max_seqs
+            self._tables[:num_rows].copy_(self._tables[start : start + num_rows], non_blocking=True)
 
     def take(
         self,
@@ -165,11 +181,14 @@ class StepInputs:
 class InputWriter:
     """Fills one host buffer for one step."""
 
-    def __init__(self, buffer: Tensor, shape: StepShape, limits: InputLimits) -> None:
+    def __init__(
+        self, buffer: Tensor, shape: StepShape, limits: InputLimits, *, has_lanes: bool = False
+    ) -> None:
         """Fills in padding: no token, no slot, no length."""
         self.buffer = buffer
+        self.shape = shape
+        self._has_lanes = has_lanes
         self._array: NDArray[np.int32] = buffer.numpy()
-        self._shape = shape
         self._layout = layout_of(shape)
         self._limits = limits
         self._num_updates = 0
@@ -197,7 +216,7 @@ class InputWriter:
         """Writes the rows of prompts, in the order of their table rows."""
         array, layout = self._array, self._layout
         starts = list(accumulate((len(one.token_ids) for one in prompts), initial=0))
-        first_row = self._shape.num_decode
+        first_row = self.shape.num_decode
         for one, start in zip(prompts, starts[:-1], strict=True):
             count, row = len(one.token_ids), first_row + start
             array[layout.sources + row : layout.sources + row + count] = one.token_ids
@@ -205,7 +224,7 @@ class InputWriter:
                 one.start, one.start + count, dtype=np.int32
             )
             array[layout.slots + row : layout.slots + row + count] = one.slots
-        starts += [starts[-1]] * (self._shape.num_prompts + 1 - len(starts))
+        starts += [starts[-1]] * (self.shape.num_prompts + 1 - len(starts))
         array[layout.query_starts : layout.query_starts + len(starts)] = starts
         contexts = [one.start for one in prompts]
         array[layout.contexts : layout.contexts + len(contexts)] = contexts
@@ -215,10 +234,18 @@ class InputWriter:
         start = self._layout.sample_rows
         self._array[start : start + len(rows)] = rows
 
-    def update_tables(self, runs: Sequence[TableRun], *, are_prompts: bool) -> None:
-        """Writes what is new in the block tables."""
+    def update_decode_tables(self, runs: Sequence[TableRun], lane: int = 0) -> None:
+        """Writes what is new in the block tables of decoding sequences."""
+        self._update_tables(runs, 0)
+        if self._has_lanes:
+            self._update_tables(runs, (2 + lane) * self._limits.max_seqs)
+
+    def update_prompt_tables(self, runs: Sequence[TableRun]) -> None:
+        """Writes what is new in the block tables of prompts."""
+        self._update_tables(runs, self._limits.max_seqs)
+
+    def _update_tables(self, runs: Sequence[TableRun], base: int) -> None:
         width, array = self._limits.max_blocks, self._array
-        base = self._limits.max_seqs if are_prompts else 0
         at = self._layout.updates + HEADER + 2 * self._num_updates
         for run in runs:
             count = len(run.block_ids)

@@ -7,7 +7,7 @@ Letters: M rows, E hidden, S partial sums of a product, R rows, N columns of one
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from pdserve.cuda.device import Device
-from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
-from pdserve.errors import WorkerLost
-from pdserve.kernels.all_reduce import (
-    EMPTY_WORD,
-    NUM_SLOTS,
-    NUM_STATE_WORDS,
-    PeerRing,
-    add_norm_over_ranks,
-    gather_over_ranks,
-)
+from pdserve.cuda.peer_memory import CudaFault, OpenedBuffer, PeerBuffer
+from pdserve.errors import ConfigError, WorkerLost
+from pdserve.kernels.all_gather import gather_over_ranks
+from pdserve.kernels.all_reduce import add_norm_over_ranks
+from pdserve.kernels.peer_ring import EMPTY_WORD, NUM_SLOTS, NUM_STATE_WORDS, PeerRing
+from pdserve.kernels.two_shot import add_norm_in_two_shots
 from pdserve.rank.exchange import RankExchange
 
 MAX_POLLS = 1 << 25
 """A rank that nothing was heard of for about 20 s is given up: a process that only was slow to
 compile kernels is waited for, and the death of one is seen sooner elsewhere."""
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 3
+MIN_TWO_SHOT_ROWS = 256
+"""Of three ranks and more. Two send no byte less in two shots, and have none."""
+MAX_RING_ROWS = 4096
+"""More rows go over the rings in pieces: as quick on two H200s, and 64 MiB a slot and rank are kept
+for KV."""
 NUM_HOST_FLAGS = 3
 """One is written while two steps wait to be read."""
 
@@ -99,8 +100,25 @@ def share_files(folder: Path, name: str) -> MemoryKind:
 class TensorRanks:
     """This rank's rings. Calls are made by all ranks of the stage, in the same order."""
 
-    def __init__(self, ring: PeerRing, device: Device, memory: Sequence[SharedMemory]) -> None:
-        """Owns the memory that the rings lie in."""
+    def __init__(
+        self,
+        ring: PeerRing,
+        device: Device,
+        memory: Sequence[SharedMemory],
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        """Owns the memory that the rings lie in.
+
+        Args:
+            ring: of this rank.
+            device: likewise.
+            memory: of all rings.
+            is_deterministic: no row's bits depend on how many there are.
+        """
+        self._min_two_shot_rows = None
+        if ring.num_ranks > 2 and not is_deterministic:
+            self._min_two_shot_rows = MIN_TWO_SHOT_ROWS
         self.rank = ring.rank
         self.size = ring.num_ranks
         self._ring = ring
@@ -125,21 +143,33 @@ class TensorRanks:
         has_residual: bool = True,
     ) -> None:
         """Adds what all ranks have parts of to the residual, and norms the sum."""
-        add_norm_over_ranks(
-            x_SME,
-            residual_ME,
-            weight_E,
-            out_ME,
-            self._ring,
-            epsilon=epsilon,
-            has_residual=has_residual,
-            use_pdl=self._use_pdl,
-        )
+        num_rows, width = out_ME.shape
+        rows_at_once = self._ring.words * 4 // residual_ME.dtype.itemsize // width
+        for start in range(0, num_rows, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            count = min(rows_at_once, num_rows - start)
+            least = self._min_two_shot_rows
+            is_short = least is None or count < least
+            launch = add_norm_over_ranks if is_short else add_norm_in_two_shots
+            launch(
+                x_SME[:, rows],
+                residual_ME[rows],
+                weight_E,
+                out_ME[rows],
+                self._ring,
+                epsilon=epsilon,
+                has_residual=has_residual,
+                use_pdl=self._use_pdl,
+            )
 
     def gather(self, x_RN: Tensor, out_RV: Tensor) -> Tensor:
         """Puts all ranks' columns side by side, float32 or int32; returns them."""
         gather_over_ranks(x_RN, out_RV, self._ring, use_pdl=self._use_pdl)
         return out_RV
+
+    def set_patience(self, max_polls: int) -> None:
+        """Changes how long others are waited for, but in graphs that are captured already."""
+        self._ring = replace(self._ring, max_polls=max_polls)
 
     def watch(self) -> "RankWatch":
         """Returns what says, once the stream got here, whether a rank was missed until here."""
@@ -152,6 +182,18 @@ class TensorRanks:
         """Gives the rings up; nothing may be in flight."""
         for memory in self._memory:
             memory.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShare:
+    """The part of the vocabulary that this rank computes logits of."""
+
+    ranks: TensorRanks
+    token_ids: range
+    max_tokens: int
+    """Of any rank."""
+    gather: Callable[[Tensor], Tensor]
+    """Returns the logits of all ranks, for rows of this rank's [R, N]; overwritten by the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +218,8 @@ def connect_tensor_ranks(
     num_bytes: int,
     device: Device,
     kind: MemoryKind | None = None,
-    max_polls: int = MAX_POLLS,
+    *,
+    is_deterministic: bool = False,
 ) -> TensorRanks:
     """Allocates and opens the rings of a stage. Called by all ranks of the replica.
 
@@ -186,7 +229,10 @@ def connect_tensor_ranks(
         num_bytes: that a rank sends at once, at most; the same on all of them.
         device: of this rank.
         kind: how memory is shared; None: between GPUs.
-        max_polls: how long a rank is waited for.
+        is_deterministic: no row's bits depend on how many there are.
+
+    Raises:
+        ConfigError: the GPUs cannot reach each other.
     """
     kind = kind or share_device_memory(device.torch_device)
     shape = (NUM_SLOTS.value, len(members) - 1, -(-num_bytes // 16) * 4)
@@ -199,15 +245,23 @@ def connect_tensor_ranks(
     view(own).fill_(EMPTY_WORD.value)
     device.synchronize()
     handles = exchange.exchange("rings", handle)
-    memory = [
-        own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words)
-        for rank in members
-    ]
+    try:
+        memory = [
+            own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words)
+            for rank in members
+        ]
+    except CudaFault as error:
+        raise ConfigError(
+            "tensor_parallel_size: the GPUs of a replica must reach each other's memory, as over "
+            f"NVLink: {error}"
+        ) from None
+    rings = tuple(view(one) for one in memory)
     ring = PeerRing(
         rank=members.index(exchange.rank),
-        rings=tuple(view(one) for one in memory),
+        rings=rings,
+        halves=tuple(one.view(torch.int16) for one in rings),
         state=device.zeros((NUM_STATE_WORDS,), torch.int32),
         max_programs=PROGRAMS_PER_SM * device.num_sms,
-        max_polls=max_polls,
+        max_polls=MAX_POLLS,
     )
-    return TensorRanks(ring, device, memory)
+    return TensorRanks(ring, device, memory, is_deterministic=is_deterministic)

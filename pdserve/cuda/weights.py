@@ -37,13 +37,17 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """A whole model."""
+    """A whole model, or what one rank has of it."""
 
     embedding_VE: Tensor
+    """Of no token but in the first stage, and in the last one where it is the head."""
     layers: tuple[LayerWeights, ...]
+    first_layer: int = 0
+    """The place of the first of them in the model."""
     final_gain_E: Tensor
+    """Of the norm behind them: the model's last, or that of the next stage's first layer."""
     head_VE: Tensor
-    """The embedding itself where the two are tied."""
+    """The embedding itself where the two are tied; of no token but in the last stage."""
     first_token_id: int = 0
     """Of both: a tensor rank has those of its share of the vocabulary."""
 
@@ -91,24 +95,29 @@ def load_weights(
     Raises:
         ConfigError: a weight is missing or has another shape.
     """
-    vocabulary, adds_biases = range(config.vocab_size), True
+    vocabulary, layers, adds_biases = range(config.vocab_size), range(config.num_layers), True
+    is_first = is_last = True
     if shard is not None:
         source = ShardedWeights(source, shard)
-        vocabulary = shard.share_of(config.vocab_size)
+        vocabulary, layers = shard.share_of(config.vocab_size), shard.part.layers
         adds_biases = shard.part.tensor_rank == 0
+        is_first, is_last = shard.is_first_stage, shard.is_last_stage
     loader = _Loader(source, dtype, device)
     vocab_shape = (len(vocabulary), config.hidden_size)
-    embedding = loader.take("model.embed_tokens.weight", vocab_shape)
-    head = embedding
-    if not config.has_tied_embeddings:
-        head = loader.take("lm_head.weight", vocab_shape)
+    embedding = head = torch.empty((0, config.hidden_size), dtype=dtype, device=device)
+    if is_first or (is_last and config.has_tied_embeddings):
+        embedding = loader.take("model.embed_tokens.weight", vocab_shape)
+    if is_last:
+        is_tied = config.has_tied_embeddings
+        head = embedding if is_tied else loader.take("lm_head.weight", vocab_shape)
+    next_norm = "model.norm" if is_last else f"model.layers.{layers.stop}.input_layernorm"
     return ModelWeights(
         embedding_VE=embedding,
         layers=tuple(
-            _load_layer(config, index, loader, adds_biases=adds_biases)
-            for index in range(config.num_layers)
+            _load_layer(config, index, loader, adds_biases=adds_biases) for index in layers
         ),
-        final_gain_E=loader.take("model.norm.weight", (config.hidden_size,)),
+        first_layer=layers.start,
+        final_gain_E=loader.take(f"{next_norm}.weight", (config.hidden_size,)),
         head_VE=head,
         first_token_id=vocabulary.start,
     )

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.logits import clean, load_logits
-from pdserve.kernels.noise import LOG2_E, NO_ID, exact_score, noise_bits, noise_key, race
+from pdserve.kernels.noise import LOG2_E, NO_ID, draw_exactly, noise_key, race
 
 IS_LATE = tl.constexpr(".cg")
 """What other programs wrote is read past the first-level cache."""
@@ -21,13 +21,24 @@ def load_key(field_ptr):
 
 
 @triton.jit
-def needs_filters(field_ptr, vocab_size):
-    """Says whether a row draws from less than the whole vocabulary."""
+def load_filters(field_ptr, vocab_size):
+    """Returns temperature, top-p and log(min-p) of a row, float64, and its top-k.
+
+    Top-k is the vocabulary's size where nothing is cut.
+    """
     temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
     top_p = tl.load(field_ptr + 1).to(tl.float64, bitcast=True)
     log_min_p = tl.load(field_ptr + 2).to(tl.float64, bitcast=True)
     top_k = tl.load(field_ptr + 4)
-    has_any = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (log_min_p > float("-inf"))
+    top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    return temperature, top_p, log_min_p, top_k
+
+
+@triton.jit
+def needs_filters(field_ptr, vocab_size):
+    """Says whether a row draws from less than the whole vocabulary."""
+    temperature, top_p, log_min_p, top_k = load_filters(field_ptr, vocab_size)
+    has_any = (top_k < vocab_size) | (top_p < 1) | (log_min_p > float("-inf"))
     return (temperature > 0) & has_any
 
 
@@ -92,10 +103,7 @@ def join_draws(row_ptr, choices, row_max, is_chunk, field_ptr):
     """Returns the winner among the winners of chunks."""
     temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
     values = clean(tl.load(row_ptr + choices, mask=is_chunk, other=0))
-    scores = exact_score(values, row_max, temperature, noise_bits(load_key(field_ptr), choices))
-    scores = tl.where(is_chunk, scores, float("-inf"))
-    best = tl.max(scores, axis=0)
-    return tl.min(tl.where(scores == best, choices, NO_ID), axis=0)
+    return draw_exactly(values, choices, is_chunk, row_max, temperature, load_key(field_ptr))
 
 
 @triton.jit

@@ -6,7 +6,8 @@ B sequences, T query tokens per sequence; GT is G times T.
 The G * T rows that share a KV head go through the tensor cores as one matrix, so that KV is read
 once. The KV of all sequences is dealt out to a fixed number of programs, so that the grid depends
 on no length (`pdserve.kernels.decode_shares`); a second kernel adds the pieces of a sequence up,
-always in their order (Flash-Decoding, https://pytorch.org/blog/flash-decoding/).
+always in their order (Flash-Decoding, https://pytorch.org/blog/flash-decoding/). On Hopper another
+kernel does all of it in one launch (`pdserve.kernels.streamed_attention`).
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,13 @@ from torch import Tensor
 
 from pdserve.kernels.decode_kernel import decode_kernel
 from pdserve.kernels.decode_merge import merge_pieces_kernel
+from pdserve.kernels.decode_scratch import DecodeScratch
+from pdserve.kernels.streamed_attention import (
+    StreamTuning,
+    can_stream,
+    choose_tuning,
+    stream_attention,
+)
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS_PER_PROGRAM = 64
@@ -45,41 +53,6 @@ class DecodeTuning:
     memory busy itself it only costs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeScratch:
-    """Partial results of pieces. Launches of one stream may share it."""
-
-    partials: Tensor
-    """float32 [max_rows * H * max_splits * D]."""
-    log_sums: Tensor
-    """float32 [max_rows * H * max_splits]: logarithms to base 2 of each row's sum."""
-    max_rows: int
-    max_splits: int
-
-
-def make_scratch(
-    max_rows: int, num_heads: int, head_dim: int, max_splits: int, device: torch.device | str
-) -> DecodeScratch:
-    """Allocates the scratch memory of `decode_attention`.
-
-    Args:
-        max_rows: query rows of the largest launch.
-        num_heads: query heads.
-        head_dim: of queries and KV.
-        max_splits: pieces of a sequence when all rows are there, at least 2. Fewer rows may be cut
-            further, but for splits of a fixed size.
-        device: of the KV.
-    """
-    assert max_splits >= 2
-    num_partials = max_rows * num_heads * max_splits
-    return DecodeScratch(
-        partials=torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
-        log_sums=torch.empty(num_partials, dtype=torch.float32, device=device),
-        max_rows=max_rows,
-        max_splits=max_splits,
-    )
-
-
 def decode_attention(
     q_MHD: Tensor,
     keys_SJD: Tensor,
@@ -95,7 +68,7 @@ def decode_attention(
     soft_cap: float | None = None,
     queries_per_sequence: int = 1,
     split_tokens: int | None = None,
-    tuning: DecodeTuning | None = None,
+    tuning: DecodeTuning | StreamTuning | None = None,
     use_pdl: bool = False,
 ) -> None:
     """Attends from the last tokens of each sequence to its KV.
@@ -117,9 +90,11 @@ def decode_attention(
         split_tokens: a split's size, a multiple of the tuning's tile. A sequence's result then
             depends on no other sequence, but on the scratch's `max_splits` if it needs more. None
             cuts the batch into equal parts, which is quicker.
-        tuning: None for the defaults.
+        tuning: of the kernel to take; None for the streamed one where it serves (Hopper, equal
+            parts), and else for the defaults of the other.
         use_pdl: whether the launch may begin before the kernel ahead of it has ended (sm_90).
-            Lengths and tables must not be that kernel's doing.
+            Lengths, tables and KV of tokens before the queries' must be older than the last launch
+            without it.
     """
     num_rows, num_heads, head_dim = q_MHD.shape
     num_kv_heads = keys_SJD.shape[1]
@@ -127,12 +102,34 @@ def decode_attention(
     assert num_rows <= scratch.max_rows
     assert keys_SJD.stride() == values_SJD.stride()
     assert keys_SJD.stride()[1:] == (head_dim, 1) == q_MHD.stride()[1:] == out_MHD.stride()[1:]
+    is_streamed = tuning is None and split_tokens is None
+    if is_streamed and can_stream(q_MHD, keys_SJD, block_size, queries_per_sequence):
+        tuning = choose_tuning(batch)
+    if isinstance(tuning, StreamTuning):
+        assert split_tokens is None
+        stream_attention(
+            q_MHD,
+            keys_SJD,
+            values_SJD,
+            block_tables,
+            lengths,
+            out_MHD,
+            scratch,
+            block_size=block_size,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            queries_per_sequence=queries_per_sequence,
+            tuning=tuning,
+            use_pdl=use_pdl,
+        )
+        return
     tuning = DecodeTuning() if tuning is None else tuning
     rows_per_head = num_heads // num_kv_heads * queries_per_sequence
     rows = max(16, min(MAX_ROWS_PER_PROGRAM, triton.next_power_of_2(rows_per_head)))
     max_splits, least_tiles = scratch.max_splits, tuning.least_tiles
     if split_tokens is None:
-        max_splits = min(MAX_BALANCED_SPLITS, max_splits * scratch.max_rows // num_rows)
+        max_splits = min(MAX_BALANCED_SPLITS, scratch.splits_for(num_rows))
     else:
         assert split_tokens % tuning.tile_tokens == 0
         least_tiles = split_tokens // tuning.tile_tokens

@@ -10,9 +10,9 @@ too many candidates, the row is marked for `vocabulary_search`.
 import triton
 import triton.language as tl
 
-from pdserve.kernels.choice import finish_row, load_key, needs_filters
-from pdserve.kernels.logits import clean, key_value, ordered_key
-from pdserve.kernels.noise import NO_ID, exact_score, noise_bits
+from pdserve.kernels.choice import finish_row, load_filters, load_key, needs_filters
+from pdserve.kernels.logits import clean, come_before, key_value, ordered_key
+from pdserve.kernels.noise import NO_ID, draw_exactly
 
 
 @triton.jit
@@ -90,12 +90,7 @@ def choose_among(
     Returns:
         The token, and whether the candidates decide; else the token means nothing.
     """
-    temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
-    top_p = tl.load(field_ptr + 1).to(tl.float64, bitcast=True)
-    log_min_p = tl.load(field_ptr + 2).to(tl.float64, bitcast=True)
-    key = load_key(field_ptr)
-    top_k = tl.load(field_ptr + 4)
-    top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    temperature, top_p, log_min_p, top_k = load_filters(field_ptr, vocab_size)
 
     mine = tl.arange(0, BLOCK)
     is_mine = mine < num_candidates
@@ -116,9 +111,7 @@ def choose_among(
         other_values = tl.load(row_ptr + other_ids, mask=is_other, other=0)
         other_values = tl.where(is_other, clean(other_values), float("-inf"))
         other_weights = tl.load(weights_ptr + other, mask=is_other, other=0)
-        is_before = (other_values[None, :] > values[:, None]) | (
-            (other_values[None, :] == values[:, None]) & (other_ids[None, :] < token_ids[:, None])
-        )
+        is_before = come_before(other_values, other_ids, values, token_ids)
         ranks += tl.sum(is_before.to(tl.int32), axis=1)
         masses += tl.sum(tl.where(is_before, other_weights[None, :], 0.0), axis=1)
         start += 8
@@ -133,10 +126,8 @@ def choose_among(
     covers = covers_filters | (has_only_top_p & (kept_mass / total >= top_p))
     mass_limit = tl.where(top_p < 1, top_p, float("inf"))
     is_kept = is_kept & (masses / total < mass_limit)
-    scores = exact_score(values, row_max, temperature, noise_bits(key, token_ids))
-    scores = tl.where(is_kept, scores, float("-inf"))
-    best = tl.max(scores, axis=0)
-    return tl.min(tl.where(scores == best, token_ids, NO_ID), axis=0), covers
+    token = draw_exactly(values, token_ids, is_kept, row_max, temperature, load_key(field_ptr))
+    return token, covers
 
 
 @triton.jit

@@ -29,6 +29,14 @@ def load_logits(row_ptr, token_ids, vocab_size):
 
 
 @triton.jit
+def come_before(other_values, other_ids, values, token_ids):
+    """Says of pairs [tokens, others] whether the other is likelier, or as likely and first."""
+    is_equal = other_values[None, :] == values[:, None]
+    is_first = is_equal & (other_ids[None, :] < token_ids[:, None])
+    return (other_values[None, :] > values[:, None]) | is_first
+
+
+@triton.jit
 def ordered_key(values, SHIFT: tl.constexpr):
     """Returns an int32 that orders like the value; both zeros have one key."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)

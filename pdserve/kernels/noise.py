@@ -83,6 +83,15 @@ def exact_score(values, reference, temperature, bits):
 
 
 @triton.jit
+def draw_exactly(values, token_ids, is_kept, reference, temperature, key):
+    """Returns the token that wins the race among those that are kept, in float64 as on the CPU."""
+    scores = exact_score(values, reference, temperature, noise_bits(key, token_ids))
+    scores = tl.where(is_kept, scores, float("-inf"))
+    best = tl.max(scores, axis=0)
+    return tl.min(tl.where(scores == best, token_ids, NO_ID), axis=0)
+
+
+@triton.jit
 def race(values, token_ids, reference, temperature, key):
     """Runs the exponential race among the tokens of a tile.
 

@@ -9,16 +9,18 @@ from importlib import resources
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, ProductPlan
 from pdserve.kernels.product_table import LayerShape, ProductTable, find_bucket
 
-# block_n, block_k, num_stages, num_warps by the largest number of rows they are tried for; the
+_Ring = tuple[int, int, int, int]
+"""block_n, block_k, num_stages, num_warps."""
+# By the largest number of rows they are tried for; the
 # order is that of an H200's sweep (benchmarks/results/gpu_products.json).
-_STREAMED_RINGS = (
+_STREAMED_RINGS: tuple[tuple[int, tuple[_Ring, ...]], ...] = (
     (16, ((64, 256, 5, 4), (64, 128, 4, 4))),
     (32, ((64, 128, 8, 4), (64, 256, 4, 4))),
     (64, ((64, 128, 7, 4), (128, 128, 4, 4))),
-    (128, ((64, 128, 4, 4), (128, 64, 7, 4))),
+    (128, ((64, 128, 4, 4), (128, 64, 6, 4), (256, 64, 4, 8))),
     (256, ((64, 64, 5, 4), (128, 64, 4, 8))),
 )
-_TILED_RINGS = ((64, 128, 3, 4), (128, 64, 4, 4))
+_TILED_RINGS: tuple[_Ring, ...] = ((64, 128, 3, 4), (128, 64, 4, 4))
 _MAX_SPLITS = 8
 
 

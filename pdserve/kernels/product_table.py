@@ -113,8 +113,9 @@ class ProductTable:
         Raises:
             ValueError: the data are of another format or hold no valid plans.
         """
-        if data.get("format") != FORMAT:
-            raise ValueError(f"product table of format {data.get('format')!r}, expected {FORMAT}")
+        found = data.get("format") if isinstance(data, Mapping) else None
+        if found != FORMAT:
+            raise ValueError(f"product table of format {found!r}, expected {FORMAT}")
         choices: dict[LayerShape, dict[int, Choice]] = {}
         fixed: dict[LayerShape, ProductPlan] = {}
         try:
@@ -132,7 +133,7 @@ class ProductTable:
                         for num_rows, choice in layer["rows"].items()
                     }
             return cls(device=data["device"], choices=choices, fixed=fixed)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a product table: {error!r}") from error
 
     def covers(self, device: str, shapes: Iterable[LayerShape]) -> bool:

@@ -1,7 +1,5 @@
 """Times products on the device, for `product_table`."""
 
-import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -13,12 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pdserve.kernels.product_cache import kernel_version, read_table, table_path, write_table
 from pdserve.kernels.product_choices import ProductDevice
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import LayerShape, ProductTable, measure_table
 from pdserve.kernels.small_product import small_product
-
-logger = logging.getLogger(__name__)
 
 MAX_LAUNCHES = 16
 TORCH_MARGIN = 0.03  # what dependent launch saves around a product, of a chain on an H200
@@ -99,15 +96,18 @@ class ProductTimer:
         self,
         weights: Mapping[LayerShape, Sequence[Tensor]],
         *,
+        head: LayerShape,
         use_pdl: bool,
     ) -> None:
         """Keeps the weights until the timer is dropped.
 
         Args:
             weights: of each shape, one or more layers.
+            head: the shape whose products are logits, float32.
             use_pdl: whether products will be launched before the previous kernel has ended.
         """
         self._weights = weights
+        self._head = head
         self._use_pdl = use_pdl
 
     def compile(self, wanted: Iterable[tuple[LayerShape, int, ProductPlan]]) -> None:
@@ -130,10 +130,7 @@ class ProductTimer:
 
         def launch() -> None:
             for weight in launches:
-                if plan is None:
-                    torch.mm(x, weight.T, out=out[0])
-                else:
-                    small_product(x, weight, out, plan, use_pdl=self._use_pdl)
+                self._multiply(x, weight, out, plan)
                 _renew_rows(out, x, use_pdl=self._use_pdl)
 
         return 1000 * time_graph(launch) / len(launches)
@@ -146,30 +143,42 @@ class ProductTimer:
             num_rows,
             shape.num_outputs,
             device=weight.device,
-            dtype=torch.float32 if num_splits > 1 else weight.dtype,
+            dtype=torch.float32 if num_splits > 1 or shape == self._head else weight.dtype,
         )
+
+    def _multiply(
+        self, x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan | None
+    ) -> None:
+        if plan is not None:
+            small_product(x_MK, weight_NK, out_SMN, plan, use_pdl=self._use_pdl)
+        elif out_SMN.dtype == weight_NK.dtype:
+            torch.mm(x_MK, weight_NK.T, out=out_SMN[0])
+        else:
+            torch.mm(x_MK, weight_NK.T, out_dtype=out_SMN.dtype, out=out_SMN[0])
 
     def _launch_once(self, item: tuple[LayerShape, int, ProductPlan]) -> None:
         shape, num_rows, plan = item
         weight = self._weights[shape][0]
         x = torch.zeros(num_rows, shape.num_inputs, device=weight.device, dtype=weight.dtype)
         out = self._make_out(shape, num_rows, plan)
-        small_product(x, weight, out, plan, use_pdl=self._use_pdl)
+        self._multiply(x, weight, out, plan)
 
 
 def make_product_table(
     weights: Mapping[LayerShape, Sequence[Tensor]],
     *,
+    head: LayerShape,
     use_pdl: bool,
-    cache_path: Path | None,
+    cache: Path | None,
     is_deterministic: bool,
 ) -> ProductTable:
     """Returns the choices for a model's layers: read from disk, or measured in a few seconds.
 
     Args:
         weights: of each shape, the layers' weights on the device.
+        head: the shape whose products are logits, float32.
         use_pdl: whether products will be launched before the previous kernel has ended.
-        cache_path: JSON file of an earlier start; read if it fits, else written.
+        cache: folder of tables of earlier starts; read if one fits, else written.
         is_deterministic: one plan a shape for all batches, nothing measured.
     """
     first = next(iter(next(iter(weights.values()))))
@@ -180,15 +189,16 @@ def make_product_table(
     )
     name = (
         f"{properties.name}, {first.dtype}, torch {torch.__version__}, "
-        f"triton {triton.__version__}, dependent launch {use_pdl}"
+        f"triton {triton.__version__}, dependent launch {use_pdl}, kernels {kernel_version()}"
     )
     if is_deterministic:
         fixed = {shape: device.fix_plan(shape) for shape in weights}
         return ProductTable(device=name, choices={}, fixed=fixed)
-    cached = None if cache_path is None else _read_table(cache_path)
-    if cached is not None and cached.covers(name, weights):
-        return cached
-    timer = ProductTimer(weights, use_pdl=use_pdl)
+    path = None if cache is None else table_path(cache, name, weights)
+    known = None if path is None else read_table(path, name, weights)
+    if known is not None:
+        return known
+    timer = ProductTimer(weights, head=head, use_pdl=use_pdl)
     timer.compile(
         (shape, num_rows, plan)
         for shape in weights
@@ -203,18 +213,6 @@ def make_product_table(
         buckets=MEASURED_BUCKETS,
         torch_margin=TORCH_MARGIN if use_pdl else 0.0,
     )
-    if cache_path is not None:
-        cache_path.parent.mkdir(parents=True, exist_ok=True)
-        cache_path.write_text(json.dumps(table.to_json(), indent=1))
+    if path is not None:
+        write_table(path, table)
     return table
-
-
-def _read_table(path: Path) -> ProductTable | None:
-    """Returns the table of an earlier start; None if there is none that this version reads."""
-    if not path.exists():
-        return None
-    try:
-        return ProductTable.from_json(json.loads(path.read_text()))
-    except ValueError:
-        logger.warning("product table ignored: not readable", extra={"path": str(path)})
-        return None

@@ -4,9 +4,9 @@ One launch (`choice`) serves greedy rows and rows without filters. Rows with top
 go on to `filters`, a ranking of the most likely tokens, and those that keep more tokens than it can
 rank to `vocabulary_search`.
 
-Where the choice can differ from the CPU's: among equal logits at the edge of a top-k or top-p set
-the lowest ids are kept here, where `topk` on the CPU keeps whichever it finds; and a cumulative
-probability that equals top-p to the last bits may fall on the other side.
+Among equal logits at the edge of a top-k or top-p set the lowest ids are kept, here and on the CPU.
+The choice can differ only where a cumulative probability equals top-p to the last bits and falls on
+the other side.
 
 Letters: R rows, V vocabulary.
 """
@@ -27,6 +27,11 @@ from pdserve.kernels.sampling_state import (
     check_device,
 )
 from pdserve.kernels.vocabulary_search import search_kernel
+
+SEARCH_BLOCK = 4096
+"""Tokens that a program of the search reads at a time."""
+SEARCH_WARPS = 32
+"""Of an H200's sweep the quickest at 1, 64 and 256 rows, by 3, 4 and 15 % over 16."""
 
 
 def sample_rows(
@@ -129,10 +134,10 @@ def _launch_filters(
         rows.candidates.stride(0),
         HAS_LOGPROBS=out_logprobs_R is not None,
         SHIFT=shift,
-        BLOCK=4096,
-        NUM_TILES=triton.cdiv(rows.vocab_size, 4096),
+        BLOCK=SEARCH_BLOCK,
+        NUM_TILES=triton.cdiv(rows.vocab_size, SEARCH_BLOCK),
         USE_PDL=use_pdl,
-        **launch_options(16, use_pdl=use_pdl),
+        **launch_options(SEARCH_WARPS, use_pdl=use_pdl),
     )
 
 

@@ -12,10 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pdserve.kernels.copy_engine import (
+    can_store_in_bulk,
+    describe_result,
+    describe_rows,
+    describe_weights,
+)
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, ProductPlan, pad_rows
 from pdserve.kernels.streamed_product import streamed_product_kernel
 
@@ -226,16 +230,20 @@ def _launch_streamed(
     stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
     num_stages = min(plan.num_stages, MAX_RING_BYTES // stage_bytes)
     num_warps = max(plan.num_warps, plan.block_n * block_m // (32 * MAX_SUMS_PER_THREAD))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     num_m_tiles = triton.cdiv(num_rows, block_m)
     num_units = triton.cdiv(num_outputs, plan.block_n) * plan.num_splits * num_m_tiles
     num_programs = num_units
     if plan.programs_per_sm is not None:
         num_sms = torch.cuda.get_device_properties(x_MK.device).multi_processor_count
         num_programs = min(num_units, plan.programs_per_sm * num_sms)
+    has_bulk_store = num_programs == num_units and can_store_in_bulk(
+        out_SMN, plan, block_m, num_stages
+    )
+    x_desc = describe_rows(x_MK, block_m, plan.block_k)
     streamed_product_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(weight_NK, [plan.block_n, plan.block_k], layout),
-        TensorDescriptor.from_tensor(x_MK, [block_m, plan.block_k], layout),
+        describe_weights(weight_NK, plan.block_n, plan.block_k),
+        x_desc,
+        describe_result(out_SMN, block_m, plan.block_n) if has_bulk_store else x_desc,
         out_SMN,
         num_rows,
         num_outputs,
@@ -247,6 +255,7 @@ def _launch_streamed(
         BLOCK_M=block_m,
         BLOCK_K=plan.block_k,
         NUM_STAGES=num_stages,
+        HAS_BULK_STORE=has_bulk_store,
         USE_PDL=use_pdl,
         num_warps=num_warps,
         launch_pdl=use_pdl,

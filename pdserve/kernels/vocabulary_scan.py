@@ -7,7 +7,7 @@ the id.
 import triton
 import triton.language as tl
 
-from pdserve.kernels.logits import clean, load_logits, ordered_key
+from pdserve.kernels.logits import clean, come_before, load_logits, ordered_key
 from pdserve.kernels.noise import NO_ID
 
 MAX_RANKED = tl.constexpr(256)
@@ -123,9 +123,7 @@ def rank_listed(
     start = 0
     while start < num_listed:
         other_ids, other_values = load_listed(row_ptr, ids_ptr, start + tl.arange(0, 8), num_listed)
-        is_before = (other_values[None, :] > values[:, None]) | (
-            (other_values[None, :] == values[:, None]) & (other_ids[None, :] < token_ids[:, None])
-        )
+        is_before = come_before(other_values, other_ids, values, token_ids)
         num_before = tl.sum(is_before.to(tl.int32), axis=1)
         ranks += num_before
         if HAS_MASS:

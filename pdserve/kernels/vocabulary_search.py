@@ -11,7 +11,7 @@ What filters keep is told by a key and an id: tokens over the key, and those at 
 import triton
 import triton.language as tl
 
-from pdserve.kernels.choice import finish_row, load_key
+from pdserve.kernels.choice import finish_row, load_filters, load_key
 from pdserve.kernels.logits import key_value, load_logits, ordered_key
 from pdserve.kernels.noise import MAX_SCALE, NO_ID, race
 from pdserve.kernels.vocabulary_scan import (
@@ -83,6 +83,7 @@ def limit_tokens(
     ids_ptr,
     vocab_size,
     target,
+    known_amount,
     floor_key,
     last_id,
     greatest_key,
@@ -100,6 +101,8 @@ def limit_tokens(
         ids_ptr: room for `MAX_RANKED` ids.
         vocab_size: tokens.
         target: float64; a count, or with `HAS_MASS` a share below 1.
+        known_amount: float64; count or mass of the whole vocabulary, if all of it is kept so far.
+            Negative if less is kept: then it is measured.
         floor_key: what is kept so far.
         last_id: likewise.
         greatest_key: of the row.
@@ -115,21 +118,27 @@ def limit_tokens(
     """
     low = floor_key - 1
     high = greatest_key
-    count_low, count_high, _, amount, amount_high, _ = measure_tokens(
-        row_ptr,
-        vocab_size,
-        low,
-        high,
-        high,
-        floor_key,
-        last_id,
-        row_max,
-        scale,
-        HAS_MASS,
-        SHIFT,
-        BLOCK,
-        NUM_TILES,
-    )
+    # Nothing lies over the greatest key.
+    count_high = (vocab_size * 0).to(tl.int32)
+    amount_high = target * 0
+    count_low = count_high + vocab_size
+    amount = known_amount
+    if known_amount < 0:
+        count_low, _, _, amount, _, _ = measure_tokens(
+            row_ptr,
+            vocab_size,
+            low,
+            high,
+            high,
+            floor_key,
+            last_id,
+            row_max,
+            scale,
+            HAS_MASS,
+            SHIFT,
+            BLOCK,
+            NUM_TILES,
+        )
     unit = target * 0 + 0.25
     if HAS_MASS:
         target = target * amount
@@ -218,27 +227,25 @@ def search_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_wide_ptr + row) != 0:
-        tl.store(is_wide_ptr + row, 0)
         row_ptr = logits_ptr + row * logits_stride
         field_ptr = fields_ptr + row * 8
         ids_ptr = candidates_ptr + row * candidates_stride
-        temperature = tl.load(field_ptr).to(tl.float64, bitcast=True)
-        top_p = tl.load(field_ptr + 1).to(tl.float64, bitcast=True)
-        log_min_p = tl.load(field_ptr + 2).to(tl.float64, bitcast=True)
+        temperature, top_p, log_min_p, top_k = load_filters(field_ptr, vocab_size)
         key = load_key(field_ptr)
-        top_k = tl.load(field_ptr + 4)
         row_max = tl.load(stats_ptr + row * 3).to(tl.float32)
         scale = tl.minimum(1.4426950408889634 / temperature, MAX_SCALE).to(tl.float32)
         greatest_key = ordered_key(row_max, SHIFT).to(tl.int64)
         least_key = greatest_key * 0 - (0x7F800000 >> SHIFT)
         floor_key = least_key
         last_id = top_k * 0 + vocab_size
-        if (top_k > 0) & (top_k < vocab_size):
+        known_mass = tl.load(stats_ptr + row * 3 + 2)
+        if top_k < vocab_size:
             floor_key, last_id = limit_tokens(
                 row_ptr,
                 ids_ptr,
                 vocab_size,
                 top_k.to(tl.float64),
+                top_k.to(tl.float64) * 0 + vocab_size,
                 floor_key,
                 last_id,
                 greatest_key,
@@ -249,7 +256,9 @@ def search_kernel(
                 BLOCK,
                 NUM_TILES,
             )
+            known_mass = top_p * 0 - 1
         if log_min_p > float("-inf"):
+            known_mass = top_p * 0 - 1
             likely_key = limit_to_min_p(
                 row_max, temperature, log_min_p, least_key, greatest_key, SHIFT
             )
@@ -261,6 +270,7 @@ def search_kernel(
                 ids_ptr,
                 vocab_size,
                 top_p,
+                known_mass,
                 floor_key,
                 last_id,
                 greatest_key,
@@ -293,3 +303,6 @@ def search_kernel(
             out_logprobs_ptr,
             HAS_LOGPROBS,
         )
+        # Not before: each warp reads the mark by itself, and one that came late would find it gone
+        # and leave the others alone at their barriers (an illegal access, seen with 32 warps).
+        tl.store(is_wide_ptr + row, 0)

@@ -9,7 +9,7 @@ from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.shape import RankPart
-from pdserve.engine.batch import StepPlan, StepRunner
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.layers.parallel import Shard
 from pdserve.rank.exchange import RankExchange
 from pdserve.timeline import Clock
@@ -18,6 +18,22 @@ ReportPhase = Callable[[str, float, str], None]
 """Takes a phase that ended: its name, its seconds, and a detail."""
 Announce = Callable[[StepPlan], None]
 """Tells the other ranks of a step that is about to be computed."""
+
+
+class ExpectedResult(PendingStep, Protocol):
+    """What rank 0 will be told of one step."""
+
+
+class StepResults(Protocol):
+    """The way of results to rank 0, where another rank samples: the last stage of a pipeline."""
+
+    def put(self, step: PendingStep) -> None:
+        """Sends a step's result once it has ended; on the rank that samples."""
+        ...
+
+    def expect(self) -> ExpectedResult:
+        """Returns what the result of a step that is launched now will be; on rank 0."""
+        ...
 
 
 class RankRunner(StepRunner, Protocol):
@@ -55,7 +71,8 @@ class LoadedParts:
     """A model, memory for its KV, and what runs steps over both."""
 
     kv: KvTensors
-    make_runner: Callable[[Announce | None], RankRunner]
+    make_runner: Callable[[Announce | None, StepResults | None], RankRunner]
+    """Takes what tells other ranks of steps; and what takes results to rank 0, on both ends."""
 
 
 class Backend(Protocol):

@@ -4,7 +4,14 @@ from pdserve.cache.kv_tensors import KvTensors
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
 from pdserve.models.registry import load_model
-from pdserve.rank.backend import Announce, LoadedParts, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.backend import (
+    Announce,
+    LoadedParts,
+    LoadJob,
+    RankRunner,
+    ReportPhase,
+    StepResults,
+)
 from pdserve.timeline import Clock
 
 DEFAULT_KV_BYTES = 512 * 1024 * 1024
@@ -24,7 +31,7 @@ class CpuBackend:
         room = num_blocks * job.geometry.block_size
         report("allocate KV", clock.now() - started_s, f"{room} tokens in {num_blocks} blocks")
 
-        def make_runner(announce: Announce | None) -> RankRunner:
+        def make_runner(announce: Announce | None, results: StepResults | None) -> RankRunner:
             return ModelRunner(model, kv, announce)
 
         return LoadedParts(kv=kv, make_runner=make_runner)

@@ -1,5 +1,6 @@
 """The life of a rank that is not the first: it loads its part and does what rank 0 says."""
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -14,6 +15,7 @@ from pdserve.rank.followers import Leader
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.outbox import Outbox
+from pdserve.rank.step_results import ResultSender
 from pdserve.request import Incarnation
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
 from pdserve.timeline import MonotonicClock
@@ -70,8 +72,8 @@ def follow(
         ChannelClosed: rank 0 or the face died while something was sent to it.
     """
     loaded = load_rank(config, arguments, MonotonicClock(), _say_nothing)
-    runner = loaded.make_runner(None)
     leader = Leader(arguments.rank_channels[0])
+    runner = loaded.make_runner(None, ResultSender(leader.tell, inbox))
     decoder = PlanDecoder()
 
     def compute(work: rank_pb2.StepWork) -> None:
@@ -88,6 +90,9 @@ def follow(
         tell=leader.tell,
     )
     with closing(build(context)) as follower:
+        # As on rank 0: all ranks wait for one whose collector walks over what was loaded.
+        gc.collect()
+        gc.freeze()
         ready = rank_pb2.FollowerReady(link=follower.link)
         leader.tell(rank_pb2.FromFollower(ready=ready))
         leader.read_into(inbox)

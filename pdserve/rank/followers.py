@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pdserve.engine.batch import StepPlan
 from pdserve.engine.step_codec import PlanEncoder
 from pdserve.rank.inbox import ChannelLost, Inbox
+from pdserve.rank.step_results import ResultReceiver
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
 
@@ -17,6 +18,8 @@ class Followers:
         """Owns the channels, which are in the order of the ranks."""
         self._channels = tuple(channels)
         self._encoder = PlanEncoder()
+        self.results = ResultReceiver()
+        """Of the last stage, where that samples."""
 
     def wait_ready(self) -> tuple[handoff_pb2.LinkEndpoint, ...]:
         """Waits until all have loaded; returns where decode ranks listen for links.
@@ -35,7 +38,10 @@ class Followers:
         """Starts to post what they tell. The death of one ends this rank, too."""
         for channel in self._channels:
             thread = threading.Thread(
-                target=_read, args=(channel, inbox), name="follower-reader", daemon=True
+                target=_read,
+                args=(channel, inbox, self.results),
+                name="follower-reader",
+                daemon=True,
             )
             thread.start()
 
@@ -59,11 +65,12 @@ class Followers:
 
 
 class Leader:
-    """The channel of another rank to rank 0."""
+    """The channel of another rank to rank 0. Any thread may tell."""
 
     def __init__(self, channel: BlockingChannel) -> None:
         """Owns the channel."""
         self._channel = channel
+        self._lock = threading.Lock()
 
     def tell(self, message: rank_pb2.FromFollower) -> None:
         """Sends.
@@ -71,7 +78,8 @@ class Leader:
         Raises:
             ChannelClosed: rank 0 is gone.
         """
-        self._channel.send(message.SerializeToString())
+        with self._lock:
+            self._channel.send(message.SerializeToString())
 
     def read_into(self, inbox: Inbox) -> None:
         """Starts to post its orders."""
@@ -86,9 +94,14 @@ class Leader:
         threading.Thread(target=read, name="leader-reader", daemon=True).start()
 
 
-def _read(channel: BlockingChannel, inbox: Inbox) -> None:
+def _read(channel: BlockingChannel, inbox: Inbox, results: ResultReceiver) -> None:
     try:
         while True:
-            inbox.post(rank_pb2.FromFollower.FromString(channel.receive()))
+            message = rank_pb2.FromFollower.FromString(channel.receive())
+            if message.HasField("step_done"):
+                results.post(message.step_done)
+            else:
+                inbox.post(message)
     except ChannelClosed:
         inbox.post(ChannelLost())
+        results.close()

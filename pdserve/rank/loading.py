@@ -7,6 +7,7 @@ from pathlib import Path
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.link_memory import link_memory_bytes
+from pdserve.config.load import cache_folder
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.layers.parallel import Shard
@@ -16,7 +17,14 @@ from pdserve.models.folder import (
     geometry_of,
     read_model_config,
 )
-from pdserve.rank.backend import Announce, Backend, LoadJob, RankRunner, ReportPhase
+from pdserve.rank.backend import (
+    Announce,
+    Backend,
+    LoadJob,
+    RankRunner,
+    ReportPhase,
+    StepResults,
+)
 from pdserve.rank.cpu_backend import CpuBackend
 from pdserve.rank.exchange import RankExchange
 from pdserve.rank.gloo_groups import connect_stages, connect_tensor_group
@@ -47,7 +55,7 @@ class LoadedRank:
     config: ModelConfig
     geometry: KvGeometry
     kv: KvTensors
-    make_runner: Callable[[Announce | None], RankRunner]
+    make_runner: Callable[[Announce | None, StepResults | None], RankRunner]
     max_model_len: int
     """What both the model and the memory allow."""
 
@@ -102,7 +110,7 @@ def choose_backend(engine: EngineConfig) -> Backend:
     # Imported here: it needs Triton, which only machines with a GPU must have.
     from pdserve.cuda.backend import CudaBackend
 
-    return CudaBackend()
+    return CudaBackend(cache_folder() / "products")
 
 
 def make_device_shard(config: ModelConfig, geometry: KvGeometry, rank: int) -> Shard:

@@ -158,8 +158,6 @@ def _lead(context: RankContext, engine: Engine) -> None:
     # the middle of somebody's stream.
     gc.collect()
     gc.freeze()
-    if context.followers is not None:
-        context.followers.read_into(inbox)
     _announce(context)
     # What was loaded stays: without this, each full collection walks over all of it (tens of
     # milliseconds behind torch and gRPC) while a device waits for its next step.
@@ -196,9 +194,10 @@ def _load(
     if loaded.geometry.num_ranks > 1:
         followers = Followers(arguments.rank_channels)
         follower_links = followers.wait_ready()
+        followers.read_into(inbox)
     started_s = clock.now()
     announce = None if followers is None else followers.announce
-    runner = loaded.make_runner(announce)
+    runner = loaded.make_runner(announce, None if followers is None else followers.results)
     runner.warm_up()
     warm_s = clock.now()
     runner.warm_up()

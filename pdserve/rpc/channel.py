@@ -117,7 +117,9 @@ class BlockingChannel:
             self._reader.feed(piece)
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes this end, also under a thread that still receives."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from pdserve.errors import InvalidField
 from router.openai.errors import HttpRefusal
+from router.openai.fields import json_kind
 
 BODY_TIMEOUT_S = 60.0
 """A client that has not sent all of its body by then is refused."""
@@ -82,7 +83,7 @@ def parse_object(body: bytes, *, int_of: Callable[[str], int] | None = None) -> 
     except ValueError as error:
         raise InvalidField("body", f"{len(body)} bytes", f"JSON ({str(error)[:100]})") from None
     if not isinstance(found, dict):
-        raise InvalidField("body", type(found).__name__, "a JSON object")
+        raise InvalidField("body", json_kind(found), "a JSON object")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         _check_depth(found)
     return found

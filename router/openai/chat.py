@@ -164,13 +164,13 @@ def read_messages(fields: Fields) -> list[inference_pb2.ChatMessage]:
     """
     items = fields.items("messages", MAX_MESSAGES)
     if items is None:
-        raise InvalidField("messages", None, "a list of messages")
+        raise InvalidField("messages", brief(None), "a list of messages")
     messages = []
     for position, item in enumerate(items):
         message = as_fields(f"messages[{position}]", item)
         role = message.text("role")
         if role is None:
-            raise InvalidField(message.path_of("role"), None, "a string")
+            raise InvalidField(message.path_of("role"), brief(None), "a string")
         for name in _EMPTY_IN_MESSAGES:
             if message.raw(name) not in (None, []):
                 limit = "absent in this release"
@@ -186,7 +186,9 @@ def _content_of(message: Fields) -> str:
     if not isinstance(content, list):
         text = message.text("content")
         if text is None:
-            raise InvalidField(message.path_of("content"), None, "a string or a list of text parts")
+            raise InvalidField(
+                message.path_of("content"), brief(None), "a string or a list of text parts"
+            )
         return text
     pieces = []
     for position, item in enumerate(message.items("content", MAX_PARTS) or ()):

@@ -4,6 +4,7 @@
 rest can be told apart.
 """
 
+import json
 from array import array
 from collections.abc import Mapping
 
@@ -14,15 +15,45 @@ UINT32 = (0, 2**32 - 1)
 INT64 = (-(2**63), 2**63 - 1)
 
 
+class JsonWord(str):
+    """A word that stands in an error's text as it is, and not as a string in quotes."""
+
+    __slots__ = ()
+
+    __repr__ = str.__str__
+
+
 def brief(value: object) -> object:
-    """Returns a value short enough for an error's text, without looking into large ones."""
+    """Returns a value short enough for an error's text, without looking into large ones.
+
+    It is called as in JSON, which is what the client wrote.
+    """
     if isinstance(value, str):
         return value[:65]
     if isinstance(value, list | dict):
-        return f"{type(value).__name__} of {len(value)}"
+        return JsonWord(f"{json_kind(value)} of {len(value)}")
+    if value is None or isinstance(value, bool):
+        return JsonWord(json.dumps(value))
     if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"
+        return JsonWord(f"a number of {value.bit_length()} bits")
     return value
+
+
+def json_kind(value: object) -> JsonWord:
+    """Returns what JSON calls the type of a parsed value."""
+    match value:
+        case None:
+            return JsonWord("null")
+        case bool():
+            return JsonWord("boolean")
+        case int() | float():
+            return JsonWord("number")
+        case str():
+            return JsonWord("string")
+        case list():
+            return JsonWord("array")
+        case _:
+            return JsonWord("object")
 
 
 class Fields:

@@ -5,7 +5,7 @@ from pdserve.rpc.v1 import inference_pb2
 from router.openai.call import read_prompt_options
 from router.openai.chat import read_messages
 from router.openai.compatibility import UnknownFields, check_rest
-from router.openai.fields import Fields, as_ids
+from router.openai.fields import Fields, as_ids, brief
 from router.openai.json_parts import Parts
 from router.openai.logprobs import TokenTexts
 from router.openai.sampling import shown_as
@@ -56,7 +56,7 @@ async def detokenize(
     limit = maker.limits.max_model_len
     values = fields.raw("tokens")
     if not isinstance(values, list):
-        raise InvalidField("tokens", type(values).__name__, "a list of token ids")
+        raise InvalidField("tokens", brief(values), "a list of token ids")
     if len(values) > limit:
         raise TooLong("tokens", len(values), f"at most {limit} tokens")
     token_ids = as_ids("tokens", values)

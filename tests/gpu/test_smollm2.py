@@ -1,5 +1,6 @@
 """A real model on a GPU: the CPU's tokens, bfloat16 near float32, both pools on one device.
 
+Engines are loaded once for all tests (`EngineShelf`), for the start of one takes longer than most.
 SmolLM2-135M is taken from the user's cache of models, or from the folder that `PDSERVE_SMOLLM2`
 names; nothing is downloaded.
 """
@@ -14,18 +15,15 @@ import torch
 from tokenizers import Tokenizer
 
 from launcher.model_source import ModelSource, check_folder
-from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.load import cache_folder
 from pdserve.cuda.runner import CudaRunner
-from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import ConfigError
-from pdserve.models.folder import geometry_of
-from pdserve.models.registry import load_model
 from pdserve.request import Request, RequestId, SamplingParams
 from tests.support.cuda_engine import make_cuda_runner
-from tests.support.cuda_pair import make_cuda_pair, run_colocated
+from tests.support.cuda_pair import run_colocated
 from tests.support.engine_pair import EnginePair, make_request
+from tests.support.engine_shelf import EngineShelf
 from tests.support.random_load import Arrival, play
 from tests.support.teacher_forcing import divergence, force
 from tests.support.tiny_models import make_tiny
@@ -80,14 +78,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny(path, "llama", hidden=256, heads=4, kv_heads=2, intermediate=512)
 
 
+@pytest.fixture(scope="module")
+def shelf() -> EngineShelf:
+    return EngineShelf()
+
+
+LIMITS: dict[str, object] = {
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+}
+NUM_BLOCKS = 256
+
+
 def settings(folder: Path, **over: object) -> EngineConfig:
-    fields: dict[str, object] = {
-        "model": str(folder),
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 128,
-        "device": "cuda",
-    }
+    fields: dict[str, object] = {"model": str(folder), "device": "cuda", **LIMITS}
     return EngineConfig(**{**fields, **over})  # type: ignore[arg-type]  # test settings
 
 
@@ -123,18 +128,25 @@ def make_arrivals(folder: Path) -> list[Arrival]:
     return arrivals
 
 
+@pytest.fixture(scope="module")
+def cpu_tokens(smollm2: Path, shelf: EngineShelf) -> dict[RequestId, list[int]]:
+    """What the CPU's engine makes of the prompts in float32."""
+    engine = settings(smollm2)
+    _, runner = shelf.take_cpu(smollm2, engine, NUM_BLOCKS)
+    return play(engine, NUM_BLOCKS, runner, make_arrivals(smollm2))
+
+
 @pytest.mark.parametrize("eager", [False, True])
-def test_float32_gives_the_cpus_greedy_tokens(smollm2: Path, eager: bool) -> None:
-    engine, num_blocks = settings(smollm2, enforce_eager=eager), 64
-    arrivals = make_arrivals(smollm2)
-    model = load_model(smollm2, engine)
-    theirs = ModelRunner(model, KvTensors(geometry_of(model.config, engine), num_blocks))
-    expected = play(engine, num_blocks, theirs, arrivals)
-    ours = make_cuda_runner(smollm2, engine, num_blocks, "cuda")
-    assert play(engine, num_blocks, ours, arrivals) == expected
-    assert [len(ids) for ids in expected.values()] == [NUM_OUTPUT] * len(PROMPTS)
-    assert len({token for ids in expected.values() for token in ids}) > 60
-    assert eager or ours.counters.graph_steps > 0
+def test_float32_gives_the_cpus_greedy_tokens(
+    smollm2: Path, shelf: EngineShelf, cpu_tokens: dict[RequestId, list[int]], eager: bool
+) -> None:
+    engine = settings(smollm2, enforce_eager=eager)
+    ours = shelf.take(smollm2, engine, NUM_BLOCKS)
+    num_replayed = ours.counters.graph_steps
+    assert play(engine, NUM_BLOCKS, ours, make_arrivals(smollm2)) == cpu_tokens
+    assert [len(ids) for ids in cpu_tokens.values()] == [NUM_OUTPUT] * len(PROMPTS)
+    assert len({token for ids in cpu_tokens.values() for token in ids}) > 60
+    assert eager or ours.counters.graph_steps > num_replayed
 
 
 def make_forced_runner(folder: Path, dtype: str) -> CudaRunner:
@@ -188,7 +200,7 @@ def test_bfloat16_stays_near_float32_over_4000_tokens(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_TOK_prefill_to_decode_on_one_device_equals_colocated_in_deterministic_mode(
-    folder: Path, dtype: str
+    folder: Path, shelf: EngineShelf, dtype: str
 ) -> None:
     text = read_text(folder, 400 + 2 * max(LENGTHS))
     requests = [
@@ -197,29 +209,24 @@ def test_TOK_prefill_to_decode_on_one_device_equals_colocated_in_deterministic_m
         for length in LENGTHS
         for start in (first + length,)
     ]
-    over = {
-        "deterministic": True,
-        "dtype": dtype,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 128,
-        "max_model_len": 512,
-    }
-    pair = make_cuda_pair(folder, "cuda", **over)
+    over = {**LIMITS, "deterministic": True, "dtype": dtype}
+    pair = shelf.make_pair(folder, **over)
     outputs = pair.run(requests)
     pair.assert_ledger()
     prefill, decode = (engine.describe().counters for engine in (pair.prefill, pair.decode))
     assert prefill.prompt_tokens == 2 * sum(LENGTHS)
     assert decode.prompt_tokens == 0
     assert decode.handoffs_completed == len(requests)
-    colocated = make_cuda_pair(folder, "cuda", **over)
+    colocated = shelf.make_pair(folder, **over)
     assert outputs == run_colocated(colocated, requests)
     assert colocated.links.bytes_sent == 0
     assert {len(ids) for ids in outputs.values()} == {GREEDY.max_tokens}
 
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["handed_off", "colocated"])
-def test_samples_of_one_prompt_are_the_cpus_in_float32(folder: Path, is_local: bool) -> None:
-    over = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 512}
+def test_samples_of_one_prompt_are_the_cpus_in_float32(
+    folder: Path, shelf: EngineShelf, is_local: bool
+) -> None:
     sampling = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=24, ignore_eos=True)
     text = read_text(folder, 200)
     groups = [
@@ -228,7 +235,10 @@ def test_samples_of_one_prompt_are_the_cpus_in_float32(folder: Path, is_local: b
         for length in (41, 48)
     ]
     seen = []
-    for pair in (EnginePair(folder, **over), make_cuda_pair(folder, "cuda", **over)):
+    for pair in (
+        EnginePair(folder, make_rank=shelf.take_cpu, **LIMITS),
+        shelf.make_pair(folder, **LIMITS),
+    ):
         seen.append(run_colocated(pair, groups) if is_local else pair.run(groups))
         pair.assert_ledger()
     assert seen[1] == seen[0]

@@ -21,6 +21,7 @@ from tests.support.random_load import make_arrivals, play
 from tests.support.tiny_models import make_tiny
 
 NUM_BLOCKS = 40
+NUM_POLLS = 1 << 20
 GREEDY = (SamplingParams(temperature=0.0),)
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -108,24 +109,27 @@ def test_deterministic_ranks_give_the_same_bits_at_every_batch_size(
         assert torch.equal(values, seen[0][2])
 
 
-def test_B9_a_rank_that_died_is_missed_within_half_a_minute(
+def test_B9_a_rank_that_died_is_missed_and_then_not_waited_for(
     engine: EngineConfig, tmp_path: Path
 ) -> None:
     prompt = tuple(range(40, 61))
     request = generation.make_request(prompt)
     blocks = tuple(BlockId(block) for block in (3, 1))
     plan = generation.make_slice(request, prompt, 0, len(prompt), blocks)
-    with device_ranks(engine, tmp_path / "meeting", NUM_BLOCKS, "cuda") as (runner, children):
+    eager = replace(engine, enforce_eager=True)
+    with device_ranks(eager, tmp_path / "meeting", NUM_BLOCKS, "cuda") as (runner, children):
         runner.run(StepPlan(slices=(plan,)))
         children.processes[0].kill()
         children.processes[0].wait()
         runner.announce = None
+        assert runner.model.ranks is not None
+        runner.model.ranks.set_patience(NUM_POLLS)
         began_s = time.monotonic()
         with pytest.raises(WorkerLost, match="in time"):
             runner.run(StepPlan(slices=(plan,)))
         took_s = time.monotonic() - began_s
-        print(f"missed after {took_s:.1f} s")
-        assert took_s < 30
+        print(f"{NUM_POLLS} polls took {took_s:.2f} s")
+        assert took_s < 10
         # Nothing is waited for any more.
         began_s = time.monotonic()
         with pytest.raises(WorkerLost):

@@ -1,4 +1,4 @@
-"""The launcher killed while the cluster is at work: nothing is left."""
+"""The launcher killed while the cluster is at work, or left by whoever reads what it writes."""
 
 import random
 import signal
@@ -26,7 +26,8 @@ PLANS = [random_plan(_RNG, 200, 80, is_greedy=number % 2 == 0) for number in ran
 class Served:
     """A `pdserve serve` in a process of its own, and the last lines that it wrote."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, reads_on: bool = True) -> None:
+        self._reads_on = reads_on
         flags = ["--port", "0", "--no-http", "--kv-cache-memory", "16M", "--max-model-len", "512"]
         flags += ["--decode-fault", "step_delay_s=0.02", "--decode", "2"]
         self.process = subprocess.Popen(
@@ -44,6 +45,8 @@ class Served:
         with self.process.stderr as pipe:
             for line in pipe:
                 self.lines.append(line.rstrip())
+                if not self._reads_on and self._address() is not None:
+                    return  # and the pipe is closed, as `head` does
 
     def _address(self) -> str | None:
         for line in list(self.lines):
@@ -104,3 +107,30 @@ def test_C10_launcher_killed_under_load_leaves_no_process_not_even_a_frozen_one(
         served.process.wait()
         wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
         assert all(stream.exception(10.0) is not None for stream in streams)
+
+
+def test_a_cluster_whose_lines_nobody_reads_any_more_serves_on_and_ends_well(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    served = Served(tiny_llama_folder, reads_on=False)
+    try:
+        address = served.address
+        with open_sync_channel(address) as channel:
+            (prefill,) = [one for one in get_loads(channel) if one.worker_id == "prefill-0"]
+            # The launcher and the new replica write about this.
+            psutil.Process(prefill.rank_pids[0]).send_signal(signal.SIGKILL)
+            wait_until(lambda: not is_running(prefill.rank_pids[0]), 10)
+
+            def is_back() -> bool:
+                return any(
+                    one.worker_id == "prefill-0" and one.rank_pids != prefill.rank_pids
+                    for one in get_loads(channel)
+                )
+
+            wait_until(is_back, 60)
+        assert len(served.generate(PLANS[0]).token_ids) > 0
+        served.process.terminate()
+        assert served.process.wait(60.0) == 0
+    finally:
+        served.process.kill()
+        served.process.wait()

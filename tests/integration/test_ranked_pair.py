@@ -175,7 +175,7 @@ def test_B9_a_cancel_in_any_turn_reaches_all_stages_in_the_same_step(
                 else (pair.decode, pair.decode_side)
             )
             before = [len(steps) for steps in steps_of(ranks)]
-            at_work = {name for step in ranks.announced[-1:] for name in names_in(step)}
+            at_work = {name for step in ranks.announced[-stages:] for name in names_in(step)}
             num_cancelled_at_work += victim.request_id in at_work
             pair.cancel(pair.prefill, victim)
             pair.cancel(pair.decode, victim)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
@@ -38,3 +39,14 @@ def make_cuda_runner(
     if parts.shapes:
         runner.capture()
     return runner
+
+
+def step_buffers(runner: CudaRunner) -> list[Tensor]:
+    """Returns all that the kernels of a step write and read again: nothing lasts to the next."""
+    workspace = vars(runner.model._workspace).values()
+    attention = runner.model.attention
+    scratches = (attention._decode_scratch, attention._prompt_scratch)
+    return [
+        *(one for one in workspace if isinstance(one, Tensor)),
+        *(part for scratch in scratches for part in (scratch.partials, scratch.log_sums)),
+    ]

@@ -1,6 +1,6 @@
 """Both pools' engines with the runners of a GPU: frames leave one memory and land in the other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,16 +8,29 @@ import torch
 
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
+from pdserve.cuda.runner import CudaRunner
 from pdserve.engine.batch import StepRunner
 from pdserve.request import Request
 from tests.support.cuda_engine import make_cuda_runner
 from tests.support.engine_pair import EnginePair, PairRouter
 
+RunnerWrap = Callable[[CudaRunner], StepRunner]
 
-def make_cuda_pair(folder: Path, device: str = "cpu", **engine: object) -> EnginePair:
-    """Makes a pair on one device; on the CPU kernels run in Triton's interpreter."""
+
+def make_cuda_pair(
+    folder: Path, device: str = "cpu", *, wrap: RunnerWrap | None = None, **options: object
+) -> EnginePair:
+    """Makes a pair on one device; on the CPU kernels run in Triton's interpreter.
+
+    Args:
+        folder: of the model.
+        device: of both engines.
+        wrap: puts something around each runner.
+        options: of `EnginePair`.
+    """
     kind = torch.device(device).type
-    return EnginePair(folder, make_rank=partial(_make_rank, device=device), device=kind, **engine)
+    make_rank = partial(_make_rank, device=device, wrap=wrap)
+    return EnginePair(folder, make_rank=make_rank, device=kind, **options)
 
 
 def run_colocated(pair: EnginePair, requests: Sequence[Request]) -> dict[str, list[int]]:
@@ -36,10 +49,15 @@ def run_colocated(pair: EnginePair, requests: Sequence[Request]) -> dict[str, li
 
 
 def _make_rank(
-    folder: Path, engine: EngineConfig, num_blocks: int, *, device: str
+    folder: Path,
+    engine: EngineConfig,
+    num_blocks: int,
+    *,
+    device: str,
+    wrap: RunnerWrap | None,
 ) -> tuple[KvTensors, StepRunner]:
     runner = make_cuda_runner(folder, engine, num_blocks, device)
     if torch.device(device).type == "cuda":
         # The next engine of this thread computes on a stream of its own.
         torch.cuda.synchronize()
-    return runner.kv, runner
+    return runner.kv, runner if wrap is None else wrap(runner)

@@ -25,9 +25,11 @@ from pdserve.cuda.tensor_ranks import share_files
 from pdserve.engine.step_codec import PlanDecoder
 from pdserve.models.folder import geometry_of
 from pdserve.rank.exchange import RankExchange
-from pdserve.rank.followers import Followers
+from pdserve.rank.followers import Followers, Leader
+from pdserve.rank.inbox import Inbox
 from pdserve.rank.loading import make_device_shard
 from pdserve.rank.meeting import FolderMeeting
+from pdserve.rank.step_results import ResultSender
 from pdserve.request import Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 from pdserve.rpc.v1 import rank_pb2
@@ -69,7 +71,7 @@ class RankChildren:
         worker = WorkerConfig(role=Role.DECODE, worker_id="test", engine=engine, redis_url="")
         self.processes: list[subprocess.Popen[bytes]] = []
         channels: list[BlockingChannel] = []
-        for rank in range(1, engine.tensor_parallel):
+        for rank in range(1, engine.tensor_parallel * engine.pipeline_parallel):
             ours, theirs = make_pair()
             argv = [sys.executable, "-m", "tests.support.device_ranks"]
             argv += [worker_config_to_json(worker), str(rank), str(folder)]
@@ -82,6 +84,7 @@ class RankChildren:
             channels.append(BlockingChannel(ours))
         self._channels = channels
         self.followers = Followers(channels)
+        self.followers.read_into(Inbox())
 
     def close(self) -> None:
         """Ends them as the end of rank 0 does."""
@@ -105,6 +108,7 @@ def device_ranks(
     try:
         runner = make_rank(engine, 0, meeting_folder, num_blocks, device)
         runner.announce = children.followers.announce
+        runner.results = children.followers.results
         yield runner, children
     finally:
         children.close()
@@ -116,6 +120,7 @@ def main() -> None:
     worker = worker_config_from_json(config)
     channel = BlockingChannel(socket.socket(fileno=int(fd)))
     runner = make_rank(worker.engine, int(rank), Path(folder), int(num_blocks), device)
+    runner.results = ResultSender(Leader(channel).tell, Inbox())
     decoder = PlanDecoder()
     try:
         while True:

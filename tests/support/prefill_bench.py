@@ -18,6 +18,7 @@ class PrefillBench:
         max_num_seqs: int = 8,
         max_waiting: int = 64,
         look_ahead: int = 2,
+        num_stages: int = 1,
     ) -> None:
         self.clock = ManualClock()
         self.runner = FakeRunner(BLOCK_SIZE)
@@ -32,6 +33,7 @@ class PrefillBench:
             self.clock,
             max_waiting=max_waiting,
             look_ahead=look_ahead,
+            num_stages=num_stages,
         )
 
     def step(self) -> tuple[PrefillProgress, ...]:

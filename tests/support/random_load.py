@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from decode_worker.scheduler import DecodeScheduler
 from pdserve.config.engine import EngineConfig
-from pdserve.engine.batch import StepRunner
+from pdserve.engine.batch import StepRunner, lookahead_of
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.request import Request, RequestId, SamplingParams
 from pdserve.timeline import MonotonicClock
@@ -73,6 +73,7 @@ def play(
         MonotonicClock(),
         max_waiting=len(arrivals) + 8,
         max_local_prefill_tokens=None,
+        lookahead=lookahead_of(runner, engine.pipeline_parallel),
     )
     tokens: dict[RequestId, list[int]] = {one.request.request_id: [] for one in arrivals}
     cancelled: set[RequestId] = set()

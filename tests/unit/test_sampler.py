@@ -123,6 +123,56 @@ def test_top_p_over_a_flat_large_vocabulary_keeps_its_share() -> None:
     assert draw(logits, SamplingParams(top_p=1e-9)) in range(8000)
 
 
+def draw_in_order(logits: torch.Tensor, row: SamplingRow) -> int:
+    """Draws as the sampler must: tokens stand in the order of logits, and then of ids."""
+    params = row.params
+    order = logits.double().sort(descending=True, stable=True)
+    scaled = (order.values - order.values[0]) / params.temperature
+    ids = order.indices
+    if params.top_k:
+        scaled, ids = scaled[: params.top_k], ids[: params.top_k]
+    if params.min_p:
+        is_likely = scaled >= math.log(params.min_p)
+        scaled, ids = scaled[is_likely], ids[is_likely]
+    mass = scaled.exp()
+    is_kept = (mass.cumsum(0) - mass) / mass.sum() < params.top_p
+    scaled, ids = scaled[is_kept], ids[is_kept]
+    noise = exponential_noise(
+        ids.numpy().astype(np.uint64), params.seed, row.sample_index, row.output_index
+    )
+    return int(ids[int((scaled.exp() / noise).argmax())])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=3.0, top_k=20, top_p=0.5, min_p=0.01),
+        SamplingParams(temperature=2.0, top_p=0.37),
+        SamplingParams(temperature=8.0, top_p=0.9),
+        SamplingParams(temperature=3.0, top_k=1001, top_p=0.83),
+        SamplingParams(temperature=1.0, top_k=7),
+        SamplingParams(temperature=8.0, top_k=4000),
+        SamplingParams(temperature=8.0, min_p=0.3),
+    ],
+)
+def test_of_tied_logits_the_lowest_ids_are_kept_at_every_edge(params: SamplingParams) -> None:
+    for seed in range(20):
+        logits = logits_of(9000, seed=seed).bfloat16().float()
+        row = SamplingRow(params=params, output_index=seed)
+        assert sample(logits, row).token_id == draw_in_order(logits, row)
+
+
+def test_among_equal_logits_the_lowest_ids_are_kept() -> None:
+    logits = torch.zeros(4000)
+    logits[[17, 3000]] = 1.0
+    assert set(draw_many(logits, SamplingParams(temperature=9.0, top_k=4), 200)) == {0, 1, 17, 3000}
+    top_p = (2 * math.e + 10.5) / (2 * math.e + 3998)
+    draws = draw_many(logits, SamplingParams(top_p=top_p), 300)
+    assert set(draws) <= {*range(11), 17, 3000}
+    assert set(draws) >= {17, 3000}
+    assert len(set(draws)) > 6
+
+
 def test_filters_leave_the_noise_of_kept_tokens_alone() -> None:
     logits = logits_of(50, scale=4.0)
     free = draw_many(logits, SamplingParams(), 200)

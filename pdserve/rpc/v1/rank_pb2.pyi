@@ -697,6 +697,7 @@ class FromFollower(_message.Message):
     LANDED_FIELD_NUMBER: _builtins.int
     UNLOADED_FIELD_NUMBER: _builtins.int
     DOWN_FIELD_NUMBER: _builtins.int
+    STEP_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___FollowerReady: ...
     @_builtins.property
@@ -707,6 +708,8 @@ class FromFollower(_message.Message):
     def unloaded(self) -> Global___FrameUnloaded: ...
     @_builtins.property
     def down(self) -> Global___LinkDown: ...
+    @_builtins.property
+    def step_done(self) -> Global___StepDone: ...
     def __init__(
         self,
         *,
@@ -715,16 +718,94 @@ class FromFollower(_message.Message):
         landed: Global___FrameLanded | None = ...,
         unloaded: Global___FrameUnloaded | None = ...,
         down: Global___LinkDown | None = ...,
+        step_done: Global___StepDone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "unloaded", b"unloaded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "step_done", b"step_done", "unloaded", b"unloaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "unloaded", b"unloaded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "landed", b"landed", "message", b"message", "ready", b"ready", "sent", b"sent", "step_done", b"step_done", "unloaded", b"unloaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "sent", "landed", "unloaded", "down"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "sent", "landed", "unloaded", "down", "step_done"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FromFollower: _TypeAlias = FromFollower  # noqa: Y015
+
+@_typing.final
+class StepDone(_message.Message):
+    """What the last stage of a pipeline on GPUs sampled, one step after another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sampled]: ...
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredPrompt]: ...
+    def __init__(
+        self,
+        *,
+        sampled: _abc.Iterable[Global___Sampled] | None = ...,
+        prompts: _abc.Iterable[Global___ScoredPrompt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "sampled", b"sampled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class Sampled(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    token_id: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.TokenLogprob: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        token_id: _builtins.int = ...,
+        logprobs: _types_pb2.TokenLogprob | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+
+Global___Sampled: _TypeAlias = Sampled  # noqa: Y015
+
+@_typing.final
+class ScoredPrompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoredPrompt: _TypeAlias = ScoredPrompt  # noqa: Y015
 
 @_typing.final
 class FollowerReady(_message.Message):

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from pdserve.config.engine import EngineConfig
+from pdserve.config.worker import HandoffConfig
 from pdserve.request import SamplingParams
-from tests.support.cuda_engine import make_cuda_runner
+from tests.support.cuda_engine import make_cuda_runner, step_buffers
 from tests.support.cuda_pair import make_cuda_pair, run_colocated
 from tests.support.engine_pair import EnginePair, make_request
+from tests.support.poison import PoisonedRunner
+from tests.support.random_pair import compare, expect_alone, make_visits, visit
 from tests.support.teacher_forcing import divergence, force
 
 SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 128}
@@ -48,6 +51,24 @@ def test_samples_that_share_a_partial_block_are_the_cpus(
         pair.assert_ledger()
     assert seen[1] == seen[0]
     assert len({tuple(ids) for ids in seen[0].values()}) == 2
+
+
+def test_LEDGER_random_visits_over_poisoned_memory_give_the_tokens_of_a_fresh_engine(
+    tiny_llama_folder: Path,
+) -> None:
+    over = {**SETTINGS, "deterministic": True, "max_num_seqs": 8}
+    visits = make_visits(7, 4, 384, max_prompt=20, max_tokens=3, turns=4)
+    pair = make_cuda_pair(
+        tiny_llama_folder,
+        wrap=lambda runner: PoisonedRunner(runner, runner.kv, step_buffers(runner)),
+        decode_blocks=6,
+        handoff=HandoffConfig(frame_tokens=64, lease_s=0.2),
+        **over,
+    )
+    router = visit(pair, visits)
+    fresh = make_cuda_pair(tiny_llama_folder, **over)
+    assert compare(router, visits, expect_alone(fresh, visits)) >= 3
+    assert pair.decode.describe().counters.handoffs_completed >= 1
 
 
 def test_forced_text_has_the_scores_that_the_engine_tells_whatever_the_chunks(

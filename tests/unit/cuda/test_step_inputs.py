@@ -63,7 +63,7 @@ def test_prompts_follow_decode_rows_and_padding_prompts_are_empty() -> None:
         ]
     )
     writer.write_samples([0, 2, 5])
-    writer.update_tables([TableRun(row=1, first=0, block_ids=(BlockId(1),))], are_prompts=True)
+    writer.update_prompt_tables([TableRun(row=1, first=0, block_ids=(BlockId(1),))])
     inputs.send(writer)
     rows = inputs.take(shape, torch.zeros(4, dtype=torch.int32))
     assert rows.token_ids_M.tolist() == [9, 1, 2, 3, 4, 5, 0, 0, 0]
@@ -92,7 +92,7 @@ def test_table_updates_reach_their_rows_and_stay() -> None:
             expected[row, first : first + count] = blocks
             if count:
                 runs.append(TableRun(row=row, first=first, block_ids=blocks))
-        writer.update_tables(runs, are_prompts=False)
+        writer.update_decode_tables(runs)
         inputs.send(writer)
         rows = inputs.take(shape, previous)
         assert rows.decode is not None

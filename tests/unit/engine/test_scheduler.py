@@ -6,6 +6,7 @@ from pdserve.engine.scheduler import (
     SequenceState,
     Stage,
     WaitingLanes,
+    chunk_budget,
     num_blocks_for,
     num_chunk_tokens,
 )
@@ -104,3 +105,13 @@ def test_only_requests_whose_budget_ran_out_are_expired():
     add(roster, make_request("later", 4, deadline_s=9.0), now_s=10.0)
     assert roster.expired(11.9) == ()
     assert roster.expired(12.0) == ("soon",)
+
+
+@pytest.mark.parametrize(
+    ("num_pending", "expected"),
+    [(1, 256), (1000, 256), (1500, 384), (8192, 2048), (100_000, 2048)],
+)
+def test_a_chunk_of_a_pipeline_is_a_share_of_what_waits_in_whole_tiles(
+    num_pending: int, expected: int
+):
+    assert chunk_budget(2048, num_pending, 2) == expected

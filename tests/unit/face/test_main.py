@@ -7,7 +7,10 @@ _HANGS = """
 import asyncio
 from pdserve.face.main import bound_close
 bound_close(0.3)
-asyncio.run(asyncio.sleep(60))
+
+async def hang():
+    await asyncio.Event().wait()
+asyncio.run(hang())
 """
 
 

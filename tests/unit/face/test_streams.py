@@ -5,6 +5,7 @@ from pdserve.face.token_log import TokenLog
 from pdserve.request import FrontId, Incarnation, RequestId
 from pdserve.rpc.v1 import types_pb2, worker_pb2
 from pdserve.timeline import ManualClock
+from tests.support.router_harness import let_others_run
 
 FRONT = FrontId("front")
 
@@ -37,7 +38,7 @@ async def test_a_second_stream_of_a_front_ends_the_first() -> None:
     old = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
     await anext(old)
     waiting = asyncio.ensure_future(anext(old, None))
-    await asyncio.sleep(0)
+    await let_others_run(1)
     new = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
     await anext(new)
     assert await waiting is None

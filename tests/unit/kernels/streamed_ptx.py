@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from pdserve.kernels.copy_engine import MIN_BULK_ROWS
 from pdserve.kernels.streamed_product import streamed_product_kernel
 
 INTEGERS = (
@@ -36,16 +37,20 @@ def compile_kernel(
         "BLOCK_M": block_m,
         "BLOCK_K": block_k,
         "NUM_STAGES": num_stages,
+        "HAS_BULK_STORE": block_m >= MIN_BULK_ROWS,
         "USE_PDL": use_pdl,
         "num_warps": num_warps,
     }
+    out_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
     signature = {
         "weight_desc": f"tensordesc<bf16[{block_n},{block_k}],{layout!r}>",
         "x_desc": f"tensordesc<bf16[{block_m},{block_k}],{layout!r}>",
+        "out_desc": f"tensordesc<fp32[1,{block_m},{block_n}],{out_layout!r}>",
         "out_ptr": "*fp32",
         **dict.fromkeys(INTEGERS, "i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
+    assert list(signature) == streamed_product_kernel.arg_names
     places = {(list(signature).index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
         GluonASTSource(streamed_product_kernel, signature, places),

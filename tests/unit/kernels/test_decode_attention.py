@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,12 +10,8 @@ from benchmarks.kernels.paged import (
     make_paged_kv,
     relative_error,
 )
-from pdserve.kernels.decode_attention import (
-    DecodeScratch,
-    DecodeTuning,
-    decode_attention,
-    make_scratch,
-)
+from pdserve.kernels.decode_attention import DecodeTuning, decode_attention
+from pdserve.kernels.decode_scratch import DecodeScratch, make_scratch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 7.0
@@ -153,12 +151,7 @@ def test_a_fixed_split_size_makes_a_row_independent_of_its_batch() -> None:
     scratch = make_scratch(8, 4, 16, 8, DEVICE)
     together = attend(q, kv, scratch, split_tokens=32)
     for row in range(5):
-        alone = PagedKv(
-            keys=kv.keys,
-            values=kv.values,
-            tables=kv.tables[row : row + 1],
-            lengths=kv.lengths[row : row + 1],
-        )
+        alone = replace(kv, tables=kv.tables[row : row + 1], lengths=kv.lengths[row : row + 1])
         out = attend(q[row : row + 1], alone, scratch, split_tokens=32)
         assert torch.equal(out[0], together[row])
 
@@ -168,9 +161,7 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one() -> None:
     scratch = make_scratch(8, 4, 16, 8, DEVICE)
     together = attend(q, kv, scratch, queries=3, split_tokens=32).unflatten(0, (2, 3))
     for back in range(3):
-        shorter = PagedKv(
-            keys=kv.keys, values=kv.values, tables=kv.tables, lengths=kv.lengths - 2 + back
-        )
+        shorter = replace(kv, lengths=kv.lengths - 2 + back)
         out = attend(q[back::3], shorter, scratch, split_tokens=32)
         assert torch.equal(out, together[:, back])
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -143,7 +144,7 @@ def test_a_neighbour_in_the_batch_changes_no_bit() -> None:
     chunks: tuple[Chunk, ...] = ((20, 30), (3, 40))
     q, kv = make_batch(chunks, (4, 2, 16))
     together = attend(q, kv, chunks)
-    second = PagedKv(keys=kv.keys, values=kv.values, tables=kv.tables[1:], lengths=kv.lengths[1:])
+    second = replace(kv, tables=kv.tables[1:], lengths=kv.lengths[1:])
     alone = attend(q[30:], second, chunks[1:])
     assert torch.equal(alone[:40], together[30:70])
 

@@ -1,14 +1,14 @@
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
 from pdserve.kernels.sampling import sample_rows
 from pdserve.kernels.sampling_state import CHUNK, DeviceSampling, RowKind
 from pdserve.request import SamplingParams
-from pdserve.sampler import SamplingRow, exponential_noise, sample
+from pdserve.sampler import SamplingRow, sample
 
 GREEDY = SamplingParams(temperature=0)
 VOCAB = 2 * CHUNK + 77
@@ -176,26 +176,6 @@ def test_among_equal_logits_the_lowest_ids_are_kept() -> None:
     assert len(seen) > 1
 
 
-def draw_with_ties(logits: torch.Tensor, row: SamplingRow) -> int:
-    """Draws as the CPU does, but of equal logits keeps the lowest ids."""
-    params = row.params
-    order = logits.double().sort(descending=True, stable=True)
-    scaled = (order.values - order.values[0]) / params.temperature
-    ids = order.indices
-    if params.top_k:
-        scaled, ids = scaled[: params.top_k], ids[: params.top_k]
-    if params.min_p:
-        is_likely = scaled >= np.log(params.min_p)
-        scaled, ids = scaled[is_likely], ids[is_likely]
-    mass = scaled.exp()
-    is_kept = (mass.cumsum(0) - mass) / mass.sum() < params.top_p
-    scaled, ids = scaled[is_kept], ids[is_kept]
-    noise = exponential_noise(
-        ids.numpy().astype(np.uint64), params.seed, row.sample_index, row.output_index
-    )
-    return int(ids[(scaled - noise.log()).argmax()])
-
-
 @pytest.mark.parametrize(
     "params",
     [
@@ -208,8 +188,28 @@ def draw_with_ties(logits: torch.Tensor, row: SamplingRow) -> int:
 def test_of_tied_logits_the_lowest_ids_are_kept_at_every_edge(params: SamplingParams) -> None:
     logits = (logits_of(4, 5 * CHUNK - 11) * 2).round() / 2
     rows = rows_of([params] * 4)
-    expected = [draw_with_ties(one, row) for one, row in zip(logits, rows, strict=True)]
-    assert run(logits, rows).ids == expected
+    assert run(logits, rows).ids == on_cpu(logits, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_filters_of_every_width_give_the_cpus_tokens_where_hundreds_of_logits_are_equal(
+    dtype: torch.dtype,
+) -> None:
+    numbers = random.Random(3)
+    params = [
+        SamplingParams(
+            temperature=numbers.choice((0.5, 1.0, 4.0, 9.0)),
+            top_k=numbers.choice((0, 5, 300, 2500)),
+            top_p=numbers.choice((1.0, 0.95, 0.5)),
+            min_p=numbers.choice((0.0, 0.0, 0.02)),
+            seed=seed,
+        )
+        for seed in range(24)
+    ]
+    # Of a bfloat16 of these sizes 8 bits are left: 0.03 apart.
+    logits = logits_of(24, 3 * CHUNK + 5).bfloat16().to(dtype)
+    rows = rows_of(params)
+    assert run(logits, rows).ids == on_cpu(logits, rows)
 
 
 def test_a_flat_top_p_keeps_its_share_of_equal_logits() -> None:

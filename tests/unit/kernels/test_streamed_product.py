@@ -56,6 +56,24 @@ def test_all_weights_of_the_ring_are_requested_before_the_wait_and_rows_only_aft
     assert min(find_lines(assembly, r"st\.global")) > wait
 
 
+@pytest.mark.parametrize("name", ["64 rows", "128 rows", "256 rows"])
+def test_results_of_many_rows_leave_through_the_copy_engine_alone(
+    ptx: dict[str, str], name: str
+) -> None:
+    assert "st.global" not in ptx[name]
+    assert len(find_lines(ptx[name], r"cp\.async\.bulk\.tensor\.3d\.global")) >= 1
+
+
+@pytest.mark.parametrize("name", ["64 rows", "128 rows", "256 rows"])
+def test_a_result_takes_the_place_of_the_ring_only_after_all_products_of_it(
+    ptx: dict[str, str], name: str
+) -> None:
+    behind = ptx[name][re.search(r"wgmma\.wait_group\S* 0;", ptx[name]).end() :]
+    place = re.search(r"st\.shared|stmatrix", behind).start()
+    assert behind.index("bar.sync") < place
+    assert place < behind.index("fence.proxy.async") < behind.index("cp.async.bulk.tensor.3d")
+
+
 def test_dependents_are_launched_before_the_first_weights_are_requested(
     ptx: dict[str, str],
 ) -> None:

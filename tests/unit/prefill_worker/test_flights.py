@@ -89,3 +89,22 @@ def test_a_newer_attempt_takes_nothing_from_an_older_one_in_flight():
     assert (progress.attempt, progress.num_computed) == (2, 20)
     bench.scheduler.release(rid("a"), 2)
     bench.assert_idle()
+
+
+def test_a_lone_prompt_is_cut_up_so_that_every_stage_has_a_part_of_it():
+    bench = PrefillBench(num_blocks=600, max_num_batched_tokens=2048, num_stages=2)
+    bench.scheduler.submit(make_request("a", 1024))
+    plans = [plan_of(bench) for _ in range(4)]
+    assert [ranges(plan)[0][1:] for plan in plans] == [
+        (0, 256),
+        (256, 512),
+        (512, 768),
+        (768, 1024),
+    ]
+
+
+def test_a_long_queue_fills_the_steps_of_a_pipeline():
+    bench = PrefillBench(num_blocks=2000, max_num_batched_tokens=512, num_stages=2)
+    for index in range(8):
+        bench.scheduler.submit(make_request(f"r{index}", 512))
+    assert [plan_of(bench).num_tokens for _ in range(3)] == [512, 512, 512]

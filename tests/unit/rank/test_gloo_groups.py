@@ -1,5 +1,6 @@
 """Real Gloo groups; the ranks are threads."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,6 +83,36 @@ def test_activations_go_to_the_next_stage_and_logits_to_rank_0(tmp_path: Path) -
     assert torch.equal(found[0], x.sum(0, keepdim=True))
     assert torch.equal(found[2], x)
     assert torch.equal(found[3], x + 1)
+
+
+def test_a_stage_goes_on_while_the_one_behind_has_not_begun(tmp_path: Path) -> None:
+    has_sent, all_done = threading.Event(), threading.Barrier(2)
+    x = torch.arange(6.0).view(2, 3)
+
+    def work(part: RankPart) -> list[torch.Tensor]:
+        link = connect_stages(FolderMeeting(tmp_path), part, 1, 2, torch.float32, HOST)
+        assert link is not None
+        if part.stage == 0:
+            expected = []
+            for step in range(2):
+                link.send(x + step)
+                expected.append(link.expect_logits(1, 3))
+            has_sent.set()
+            logits = [one.wait() for one in expected]
+            all_done.wait(20)
+            return logits
+        assert has_sent.wait(20)
+        received = [link.receive(2, 3) for _ in range(2)]
+        for one in received:
+            link.send_logits(one.sum(0, keepdim=True))
+        # What was sent lives as long as the link.
+        all_done.wait(20)
+        return received
+
+    found = on_all(parts_of(1, 2), work)
+    for step in range(2):
+        assert torch.equal(found[1][step], x + step)
+        assert torch.equal(found[0][step], (x + step).sum(0, keepdim=True))
 
 
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_phases_are_reported_and_the_memory_bounds_the_length(tiny_llama_folder:
     )
     assert phases == ["load weights", "allocate KV"]
     assert loaded.max_model_len == min(2048, loaded.kv.num_blocks * 16)
-    assert loaded.make_runner(None).max_steps_in_flight == 1
+    assert loaded.make_runner(None, None).max_steps_in_flight == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

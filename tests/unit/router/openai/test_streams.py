@@ -178,11 +178,12 @@ async def test_stop_ends_a_stream_with_an_error_event(cluster):
     await add_pair(cluster, token_delay_s=0.01)
     async with http_client(cluster) as client:
         body = {**STREAM, "max_tokens": 3000}
-        running = asyncio.create_task(client.post("/v1/completions", json=body))
-        await eventually(lambda: cluster.front.dispatcher.num_in_flight == 1)
-        await asyncio.sleep(0.1)
-        cluster.front.dispatcher.end_all(NoWorker("this router stopped"))
-        assert read_events((await running).text)[-1]["error"]["code"] == "no_worker"
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            begun = await anext(pieces)
+            cluster.front.dispatcher.end_all(NoWorker("this router stopped"))
+            text = begun + "".join([piece async for piece in pieces])
+        assert read_events(text)[-1]["error"]["code"] == "no_worker"
 
 
 async def test_pings_bridge_a_long_prefill_and_the_shape_stays(cluster):

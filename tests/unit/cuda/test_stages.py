@@ -1,0 +1,70 @@
+"""Pipeline stages as processes, kernels in Triton's interpreter, memory in files, against a CPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.engine import EngineConfig
+from pdserve.models.registry import load_model
+from pdserve.request import SamplingParams
+from tests.support import generation
+from tests.support.device_ranks import device_ranks
+from tests.support.random_load import make_arrivals, play
+from tests.support.tiny_models import make_tiny
+
+PROMPT = tuple(range(40, 61))
+BLOCKS = (3, 1)
+
+
+def settings(folder: Path, stages: int) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder),
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        pipeline_parallel=stages,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "over", "stages"),
+    [
+        ("llama", {"is_tied": True, "attention_bias": True, "mlp_bias": True}, 2),
+        ("smollm3", {"num_layers": 3}, 3),
+    ],
+)
+def test_stages_give_the_cpus_tokens(
+    tmp_path: Path, family: str, over: dict[str, object], stages: int
+) -> None:
+    folder = make_tiny(tmp_path / "model", family, **over)
+    engine = settings(folder, stages)
+    whole = replace(engine, pipeline_parallel=1)
+    theirs = generation.make_runner(load_model(folder, whole), whole, 8)
+    request = generation.make_request(PROMPT)
+    expected = generation.generate(theirs, request, 3, BLOCKS, chunk_tokens=16)
+    with device_ranks(engine, tmp_path / "meeting", 8) as (runner, _):
+        made = generation.generate(runner, request, 3, BLOCKS, chunk_tokens=16)
+    assert made == expected
+
+
+def test_random_load_with_steps_in_all_stages_gives_the_cpus_tokens(
+    tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    params = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9),
+        SamplingParams(temperature=0.0, frequency_penalty=1.0),
+        SamplingParams(temperature=0.9, top_k=9, logprobs=0),
+        SamplingParams(temperature=0.0, prompt_logprobs=1),
+    )
+    arrivals = make_arrivals(
+        2, 7, 384, max_prompt=20, max_tokens=5, params=params, cancel_rate=0.2, turns=3
+    )
+    engine = settings(tiny_llama_folder, 2)
+    whole = replace(engine, pipeline_parallel=1)
+    theirs = generation.make_runner(load_model(tiny_llama_folder, whole), whole, 8)
+    expected = play(whole, 7, theirs, arrivals)
+    with device_ranks(engine, tmp_path / "meeting", 8) as (runner, _):
+        assert runner.max_steps_in_flight == 4
+        assert play(engine, 7, runner, arrivals) == expected
