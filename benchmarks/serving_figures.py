@@ -35,19 +35,10 @@ class Figures:
     """Requests between their first and last token, over the time of arrivals."""
     done_per_s: float
     """Requests that ended in the second half of the time of arrivals, per second."""
-    queue_bound: Spread | None = None
-    """TTFT if prompts queued for one server that takes the TTFT of an idle cluster for each."""
 
 
-def make_figures(
-    answered: Sequence[Answered], *, output_tokens: int, idle_ttft_s: float | None
-) -> Figures:
-    """Sums a load point up.
-
-    Args:
-        answered: its requests.
-        output_tokens: of each; one that got fewer counts as failed.
-        idle_ttft_s: of a request alone, for the bound; None: no bound.
+def make_figures(answered: Sequence[Answered], output_tokens: int) -> Figures:
+    """Sums a load point up; a request that got fewer tokens counts as failed.
 
     Raises:
         ValueError: every request failed.
@@ -62,9 +53,6 @@ def make_figures(
     num_done = sum(middle_s < one.at_s[-1] <= end_s for one in good)
     busy_s = sum(one.at_s[-1] - one.at_s[0] for one in good)
     last_s = max(one.at_s[-1] for one in good)
-    bound = None
-    if idle_ttft_s is not None:
-        bound = _spread([wait + idle_ttft_s for wait in queue_waits_s(arrivals_s, idle_ttft_s)])
     return Figures(
         num_requests=len(answered),
         num_failed=len(answered) - len(good),
@@ -76,8 +64,19 @@ def make_figures(
         step_ms=1e3 * statistics.median(gap for gaps in gaps_s for gap in gaps[1:]),
         mean_running=busy_s / (last_s - begin_s),
         done_per_s=num_done / (end_s - middle_s) if end_s > middle_s else 0.0,
-        queue_bound=bound,
     )
+
+
+def queue_bound(answered: Sequence[Answered], *, service_s: float, idle_ttft_s: float) -> Spread:
+    """Returns the TTFT of these arrivals if their prompts queued for one prefill GPU.
+
+    Args:
+        answered: whatever became of them.
+        service_s: what a prompt keeps the GPU from the next one.
+        idle_ttft_s: of a request alone.
+    """
+    waits_s = queue_waits_s([one.sent_s for one in answered], service_s)
+    return _spread([wait_s + idle_ttft_s for wait_s in waits_s])
 
 
 def queue_waits_s(arrivals_s: Sequence[float], service_s: float) -> list[float]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kv_transfer.incoming_routes import InRoute, Landing
 from kv_transfer.landing_ring import LandingRing
 from kv_transfer.link_device import Lane, LinkDevice
-from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
+from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
 from pdserve.rpc.v1 import link_pb2
 
 POLL_S = 20e-6
@@ -104,7 +104,7 @@ class DeviceReceiver:
                 case "frame_written":
                     self._note_written(notice.frame_written)
                 case "bye":
-                    raise PeerSaidBye
+                    take_bye(notice.bye)
                 case other:
                     raise LinkBroken(f"{other} came instead of frame_ready")
         return is_busy
@@ -116,6 +116,8 @@ class DeviceReceiver:
             raise LinkBroken(f"frame {ready.sequence} was announced out of turn")
         self._last_sequence = ready.sequence
         self._announced.append(Landing(ready=ready, since_s=time.monotonic()))
+        # At once: word that it is written may be the next notice.
+        self._accept()
 
     def _note_written(self, written: link_pb2.FrameWritten) -> None:
         for landing in self._announced:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from kv_transfer.frame_queue import FrameQueue
-from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
+from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
 from kv_transfer.outgoing_routes import Flight, OutRoute, Packer
 from kv_transfer.transport import OutgoingFrame
 from pdserve.cache.kv_region import KvRegion
@@ -96,7 +96,7 @@ class DeviceSender:
                 case "frame_posted":
                     self._route.take_posted(notice.frame_posted)
                 case "bye":
-                    raise PeerSaidBye
+                    take_bye(notice.bye)
                 case other:
                     raise LinkBroken(f"{other} came instead of frame_posted")
         return is_busy

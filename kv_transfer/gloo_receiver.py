@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kv_transfer.landing_ring import LandingRing
 from kv_transfer.links import Link, checksum
-from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
+from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
 from pdserve.rpc.v1 import link_pb2
 
 
@@ -35,6 +35,8 @@ class GlooReceiver:
         self._timeout_s = timeout_s
         self._has_ended = has_ended
         self._deliver_frame = deliver
+        self.num_announced = 0
+        """Frames on their way."""
 
     def run(self) -> None:
         """Receives a frame, posts the next one's slot if it is announced, then checks the first.
@@ -52,7 +54,7 @@ class GlooReceiver:
                     arrived = None
                     continue
                 if notice.WhichOneof("notice") == "bye":
-                    raise PeerSaidBye
+                    take_bye(notice.bye)
                 if notice.WhichOneof("notice") != "frame_ready":
                     raise LinkBroken(f"{notice.WhichOneof('notice')} came instead of frame_ready")
                 ready = notice.frame_ready
@@ -65,6 +67,7 @@ class GlooReceiver:
                     self._deliver(arrived)
                     arrived = None
                     slot = self._wait_for_slot()
+                self.num_announced += 1
                 work = self._link.post_receive(self._ring.slot(slot, ready.num_bytes))
                 posted = link_pb2.FramePosted(sequence=ready.sequence)
                 self._channel.send(link_pb2.LinkNotice(frame_posted=posted), self._timeout_s)
@@ -89,5 +92,6 @@ class GlooReceiver:
         is_intact = True
         if ready.HasField("crc32"):
             is_intact = checksum(self._ring.slot(slot, ready.num_bytes)) == ready.crc32
+        self.num_announced -= 1
         self._ring.land(slot)
         self._deliver_frame(ready, slot, is_intact)

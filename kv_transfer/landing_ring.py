@@ -6,12 +6,15 @@ A slot drains while the GPU still reads it; on the CPU it is free at once.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
 
 from kv_transfer.link_device import Mark
+
+DRAIN_POLL_S = 200e-6
 
 
 class LandingRing:
@@ -62,13 +65,22 @@ class LandingRing:
     def take(self) -> int | None:
         """Takes a free slot for the peer to write; None when there is none."""
         with self._condition:
+            self._drain()
             return self._free.popleft() if self._free else None
 
     def wait_and_take(self, timeout_s: float, is_over: Callable[[], bool]) -> int | None:
         """Takes a free slot; None when none was released in time, or it is over meanwhile."""
+        deadline_s = time.monotonic() + timeout_s
         with self._condition:
-            self._condition.wait_for(lambda: self._free or is_over(), timeout_s)
-            return self._free.popleft() if self._free and not is_over() else None
+            while not is_over():
+                self._drain()
+                if self._free:
+                    return self._free.popleft()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._condition.wait(min(left_s, DRAIN_POLL_S) if self._draining else left_s)
+        return None
 
     def land(self, number: int) -> None:
         """Gives a written slot to the engine."""
@@ -98,13 +110,15 @@ class LandingRing:
             DeviceFault: the work that read one failed.
         """
         with self._condition:
-            done = [number for number, mark in self._draining if mark.is_reached()]
-            self._draining = [one for one in self._draining if one[0] not in done]
-            self._free.extend(done)
-            self._condition.notify_all()
-            return len(done)
+            return self._drain()
 
     def notify(self) -> None:
         """Wakes `wait_and_take`, which asks again whether it is over."""
         with self._condition:
             self._condition.notify_all()
+
+    def _drain(self) -> int:
+        done = [number for number, mark in self._draining if mark.is_reached()]
+        self._draining = [one for one in self._draining if one[0] not in done]
+        self._free.extend(done)
+        return len(done)

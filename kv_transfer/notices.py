@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
@@ -18,6 +19,7 @@ from pdserve.rpc.v1 import link_pb2
 
 MAX_NOTICE_BYTES = 4096
 GOODBYE_TIMEOUT_S = 0.5
+MAX_FAILURE_CHARACTERS = 200
 _LENGTH = struct.Struct("!I")
 
 
@@ -27,6 +29,18 @@ class LinkBroken(Exception):
 
 class PeerSaidBye(Exception):
     """The peer ends the link in good order."""
+
+
+def take_bye(bye: link_pb2.LinkBye) -> NoReturn:
+    """Ends a loop over notices.
+
+    Raises:
+        PeerSaidBye: the link ends in good order.
+        LinkBroken: the peer failed.
+    """
+    if bye.failure:
+        raise LinkBroken(f"the peer ended the link: {bye.failure}")
+    raise PeerSaidBye
 
 
 class NoticeChannel:
@@ -133,10 +147,11 @@ class NoticeChannel:
             except OSError:
                 return
 
-    def say_goodbye(self) -> None:
-        """Tells the peer that nothing more comes; it may have left first."""
-        with suppress(LinkBroken):
-            self.send(link_pb2.LinkNotice(bye=link_pb2.LinkBye()), GOODBYE_TIMEOUT_S)
+    def say_goodbye(self, failure: str = "") -> None:
+        """Tells the peer that nothing more comes, and why if it is a failure."""
+        bye = link_pb2.LinkBye(failure=failure[:MAX_FAILURE_CHARACTERS])
+        with suppress(LinkBroken):  # the peer may have left first
+            self.send(link_pb2.LinkNotice(bye=bye), GOODBYE_TIMEOUT_S)
 
     def shut_sending(self) -> None:
         """Lets the peer see an end of stream; what it still sends can be read."""

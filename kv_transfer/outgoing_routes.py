@@ -58,12 +58,13 @@ class Packer:
         has_sum = self._has_checksums and not is_spoilt
         flight.packed = target
         flight.checksum = lane.gather(flight.region, target, has_sum=has_sum)
-        with lane.entered():
-            self._faults.spoil_before_checksum(number, target)
-        if is_spoilt and self._has_checksums:
-            flight.checksum = lane.add_up(target)
-        with lane.entered():
-            self._faults.spoil_after_checksum(number, target)
+        if is_spoilt:
+            with lane.entered():
+                self._faults.spoil_before_checksum(number, target)
+            flight.checksum = lane.add_up(target) if self._has_checksums else None
+        if self._faults.spoils_visibly(number):
+            with lane.entered():
+                self._faults.spoil_after_checksum(number, target)
 
 
 class OutRoute(Protocol):

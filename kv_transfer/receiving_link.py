@@ -86,8 +86,9 @@ class ReceivingLink:
 
     @property
     def is_spent(self) -> bool:
-        """True when the link has ended and no landed slot is in use."""
-        return self._end is not None and (self._ring is None or self._ring.is_quiet)
+        """True when the link has ended, no landed slot is in use, and its GPU memory is free."""
+        is_over = self._end is not None and self._memory is None
+        return is_over and (self._ring is None or self._ring.num_landed == 0)
 
     @property
     def holds_device_memory(self) -> bool:
@@ -202,23 +203,26 @@ class ReceivingLink:
 
     def _serve_gloo(self) -> None:
         num_slots, slot_bytes = self._config.ring_slots, self._me.slot_bytes
-        memory = torch.empty(
-            num_slots * slot_bytes, dtype=torch.uint8, pin_memory=self._device is not None
-        )
+        if self._device is None:
+            memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8)
+        else:
+            memory = self._device.make_host_frame(num_slots * slot_bytes)
         self._ring = ring = LandingRing(memory, num_slots, self._channel.wake)
         self._welcome()
         timeout_s = self._config.connect_timeout_s
         link = Link.connect(self._channel, DECODE_MEMBER, self._me.host, timeout_s)
         try:
             link.watch(self._on_canary)
-            GlooReceiver(
+            receiver = GlooReceiver(
                 link=link,
                 ring=ring,
                 channel=self._channel,
                 timeout_s=self._config.frame_timeout_s,
                 has_ended=lambda: self.has_ended,
                 deliver=self._deliver,
-            ).run()
+            )
+            self._num_on_their_way = lambda: receiver.num_announced
+            receiver.run()
         except PeerSaidBye:
             self.end("the peer said goodbye", is_orderly=True)
         except LinkBroken as error:

@@ -71,6 +71,8 @@ class SendingLink:
         self._transport = CONNECTING
         self._failures: tuple[str, ...] = ()
         self._channel: NoticeChannel | None = None
+        self._has_route = False
+        """The peer keeps its ring until the channel is closed."""
         self._thread = threading.Thread(target=self._run, name="link-send", daemon=True)
 
     @property
@@ -115,8 +117,8 @@ class SendingLink:
         if lost is None:
             return
         with self._lock:
-            channel = self._channel
-        if channel is not None:
+            channel, has_route = self._channel, self._has_route
+        if channel is not None and not has_route:
             channel.shut(may_still_send=is_orderly)
         if lost or not is_orderly:
             self._post(
@@ -306,6 +308,8 @@ class SendingLink:
             self.end(f"peer lost: {detail}")
 
     def _serve_route(self, channel: NoticeChannel, route: OutRoute) -> None:
+        with self._lock:
+            self._has_route = True
         sender = DeviceSender(
             route=route,
             packer=Packer(self._faults, has_checksums=self._config.has_checksums),
@@ -327,8 +331,8 @@ class SendingLink:
     def _leave(self, channel: NoticeChannel, route: OutRoute, sender: DeviceSender) -> None:
         """Says goodbye, and gives memory back once nothing uses it."""
         end = self._queue.end
-        if end is not None and end.is_orderly:
-            channel.say_goodbye()
+        assert end is not None
+        channel.say_goodbye("" if end.is_orderly else end.detail)
         route.abort()
         try:
             is_settled = sender.settle()

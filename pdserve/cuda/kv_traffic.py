@@ -97,15 +97,16 @@ class TrafficLane:
     def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> TrafficSum | None:
         """Packs a region into device memory, a peer's too."""
         with torch.cuda.stream(self._stream):
-            cells = self._make_cells() if has_sum else None
+            words = upload_words(self._kv, region)
+            cells = words[:CHECKSUM_WORDS]
             gather_frame(
-                rows_of(self._kv, region),
+                rows_of(self._kv, region, words),
                 frame,
                 FRAME_DTYPES[region.dtype],
-                cells,
+                cells if has_sum else None,
                 num_programs=self._num_programs,
             )
-            return None if cells is None else TrafficSum(cells)
+            return TrafficSum(cells) if has_sum else None
 
     def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
         """Packs a region into pinned host memory."""
@@ -117,7 +118,7 @@ class TrafficLane:
     def add_up(self, frame: Tensor) -> TrafficSum:
         """Computes a frame's checksum."""
         with torch.cuda.stream(self._stream):
-            cells = self._make_cells()
+            cells = torch.zeros(CHECKSUM_WORDS, dtype=torch.int64, device=self._kv.device)
             add_checksum(frame, cells, num_programs=_SUM_PROGRAMS_PER_SM * self._num_programs)
             return TrafficSum(cells)
 
@@ -153,9 +154,6 @@ class TrafficLane:
         """Lets torch's operations within join the stream."""
         with torch.cuda.stream(self._stream):
             yield
-
-    def _make_cells(self) -> Tensor:
-        return torch.zeros(CHECKSUM_WORDS, dtype=torch.int64, device=self._kv.device)
 
 
 class KvTraffic:
@@ -263,7 +261,7 @@ class KvTraffic:
         with torch.cuda.stream(self._landing):
             frame = payload.to(self._kv.device, non_blocking=True)
             scatter_frame(
-                rows_of(self._kv, region),
+                rows_of(self._kv, region, upload_words(self._kv, region)),
                 frame,
                 FRAME_DTYPES[region.dtype],
                 num_programs=self._num_programs,
@@ -299,19 +297,25 @@ class KvTraffic:
         torch.cuda.synchronize(kv.device)
 
 
-def rows_of(kv: KvTensors, region: KvRegion) -> FrameRows:
-    """Returns what a kernel needs of a region; block ids go to the device on the current stream.
+def upload_words(kv: KvTensors, region: KvRegion) -> Tensor:
+    """Brings a zeroed checksum and a region's block ids to the device, in one copy.
+
+    On the current stream; int64 [2 + num_blocks].
+    """
+    words = [*(0,) * CHECKSUM_WORDS, *region.block_ids]
+    host = torch.tensor(words, dtype=torch.int64, pin_memory=kv.device.type != "cpu")
+    return host.to(kv.device, non_blocking=True)
+
+
+def rows_of(kv: KvTensors, region: KvRegion, words: Tensor) -> FrameRows:
+    """Returns what a kernel needs of a region.
 
     Raises:
         ValueError: the region reaches beyond this rank's memory.
     """
-    values = kv.view(region)
-    block_ids = torch.tensor(
-        region.block_ids, dtype=torch.int32, pin_memory=kv.device.type != "cpu"
-    )
     return FrameRows(
-        values=values,
-        block_ids=block_ids.to(kv.device, non_blocking=True),
+        values=kv.view(region),
+        block_ids=words[CHECKSUM_WORDS:],
         offset=region.offset,
         num_tokens=region.num_tokens,
     )

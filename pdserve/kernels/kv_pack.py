@@ -30,7 +30,7 @@ class FrameRows:
     values: Tensor
     """LKBSHD: a view of the blocks, of the frame's layers and heads only."""
     block_ids: Tensor
-    """int32, on the device: the blocks that hold the tokens, in order."""
+    """int32 or int64, on the device: the blocks that hold the tokens, in order."""
     offset: int
     """Slot of the first token in the first block."""
     num_tokens: int
@@ -138,10 +138,10 @@ def convert_rows_kernel(
             data = tl.load(block_at, mask=is_inside, other=0).to(tl.float32)
             if HAS_SCALES:
                 largest = tl.max(tl.abs(data), axis=1)
-                scale = tl.where(largest > 0, largest / max_value, 1.0)
+                scale = tl.where(largest > 0, tl.div_rn(largest, max_value), 1.0)
                 tl.store(scales_ptr + rows, scale, mask=is_row)
                 # Division may round to just above the largest value, which would become NaN.
-                data = tl.clamp(data / scale[:, None], -max_value, max_value)
+                data = tl.clamp(tl.div_rn(data, scale[:, None]), -max_value, max_value)
             tl.store(frame_at, data.to(frame_ptr.dtype.element_ty), mask=is_inside)
         else:
             # fp8 knows no zero to fill with; what is masked is not stored either.

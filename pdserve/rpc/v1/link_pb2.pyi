@@ -298,12 +298,17 @@ Global___FrameWritten: _TypeAlias = FrameWritten  # noqa: Y015
 class LinkBye(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FAILURE_FIELD_NUMBER: _builtins.int
+    failure: _builtins.str
+    """Empty: in good order. The sender of frames closes the socket only when it writes to the ring no more."""
     def __init__(
         self,
+        *,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
