@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from kv_transfer import codec
 from kv_transfer.frame_queue import FrameQueue
 from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
 from kv_transfer.outgoing_routes import Flight, OutRoute, Packer
@@ -66,6 +67,7 @@ class DeviceSender:
         """
         while self._queue.end is None:
             is_busy = self._take_notices()
+            is_busy |= self._tell()
             is_busy |= self._begin()
             for flight in self._flights:
                 is_busy |= self._route.advance(flight)
@@ -99,6 +101,14 @@ class DeviceSender:
                     take_bye(notice.bye)
                 case other:
                     raise LinkBroken(f"{other} came instead of frame_posted")
+        return is_busy
+
+    def _tell(self) -> bool:
+        is_busy = False
+        while (words := self._queue.take_words()) is not None:
+            is_busy = True
+            notice = link_pb2.LinkNotice(tokens_sampled=codec.sampled_to_wire(words))
+            self._channel.send(notice, self._timeout_s)
         return is_busy
 
     def _begin(self) -> bool:

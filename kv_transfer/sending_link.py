@@ -14,6 +14,7 @@ from kv_transfer.link_device import DeviceFault, LinkDevice, Mark
 from kv_transfer.links import PREFILL_MEMBER, Link
 from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
 from kv_transfer.outgoing_routes import NcclRoute, OutRoute, Packer, PushRoute
+from kv_transfer.protocol import SampledAhead
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from kv_transfer.transport_choice import GLOO, NCCL, PUSH, LinkSite
 from pdserve.config.worker import HandoffConfig
@@ -106,6 +107,13 @@ class SendingLink:
     def push(self, frame: OutgoingFrame) -> bool:
         """Queues a frame; False when the link has ended meanwhile."""
         return self._queue.push(frame)
+
+    def tell(self, words: SampledAhead) -> None:
+        """Tells the peer words, unless it is on a host, where nothing is won by it."""
+        with self._lock:
+            has_route = self._has_route
+        if has_route:
+            self._queue.tell(words)
 
     def cancel(self, reservation_id: ReservationId) -> tuple[Mark, ...]:
         """Drops queued frames of a reservation; says what still reads its blocks."""
