@@ -208,6 +208,8 @@ def describe(mode: str, rate: str, found: Figures) -> str:
 
 def gpu_names() -> list[str]:
     """Names the GPUs of this machine."""
+    if shutil.which("nvidia-smi") is None:
+        return []
     command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     return answer.stdout.split("\n")[:-1]
@@ -238,7 +240,7 @@ def main() -> int:
     report = {
         "benchmark": "gpu_serving",
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": gpu_names() if shutil.which("nvidia-smi") else [],
+        "device": gpu_names(),
         "versions": versions(),
         "seconds": time.perf_counter() - started_s,
         "flags": arguments.flag,

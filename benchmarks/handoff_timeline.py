@@ -8,7 +8,6 @@ with the median time to token 2 in `results/handoff_timeline.json`. The picture 
 
 import argparse
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -122,7 +121,7 @@ def main() -> None:
         report = {
             "benchmark": "handoff_timeline",
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "device": gpu_names() if shutil.which("nvidia-smi") else [],
+            "device": gpu_names(),
             "versions": versions(),
             "flags": arguments.flag,
             "title": timeline.title,

@@ -2,6 +2,7 @@
 
 import secrets
 import sys
+from dataclasses import replace
 
 from decode_worker.engine import DecodeEngine
 from decode_worker.landing import LandingDesk
@@ -9,40 +10,51 @@ from decode_worker.reserver import SchedulerReserver
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.codec import endpoint_from_wire
 from kv_transfer.decode_side import DecodeHandoffs
+from kv_transfer.device_choice import find_link_device
 from kv_transfer.follower_desk import FollowerDesk
-from kv_transfer.plan import max_frame_bytes
+from kv_transfer.link_device import LinkDevice
 from kv_transfer.protocol import Identity
 from kv_transfer.ranked_shipping import RankedUnloader
 from kv_transfer.receiver import LinkListener
 from kv_transfer.shipping import RankUnloader, Unloader
 from kv_transfer.spans import SpanUnloader, describe_event
 from kv_transfer.transport import FrameReceiver
+from pdserve.config.link_memory import link_slot_bytes, settle_frame_tokens
+from pdserve.config.worker import HandoffConfig
 from pdserve.engine.batch import lookahead_of
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
 from pdserve.request import ReservationId, WorkerId
 
 
-def make_links(context: RankContext | FollowerContext, rank: int = 0) -> FrameReceiver:
+def make_links(
+    context: RankContext | FollowerContext, device: LinkDevice | None = None, rank: int = 0
+) -> FrameReceiver:
     """Listens for links of prefill ranks."""
-    handoff = context.config.handoff
+    handoff = settle_handoff(context, device)
     return LinkListener(
         host=context.config.host,
         incarnation=context.incarnation,
         config=handoff,
-        slot_bytes=max_frame_bytes(
-            context.geometry,
-            rank,
-            handoff.frame_tokens,
-            handoff.wire_dtype,
-            handoff.frame_layers,
-        ),
+        slot_bytes=link_slot_bytes(handoff, context.geometry, rank, is_on_gpu=device is not None),
         post=context.inbox.post,
         rank=rank,
+        device=device,
     )
 
 
-def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
+def settle_handoff(
+    context: RankContext | FollowerContext, device: LinkDevice | None
+) -> HandoffConfig:
+    """Returns the settings with a frame size that fits what links carry."""
+    handoff = context.config.handoff
+    frame_tokens = settle_frame_tokens(handoff, context.geometry, is_on_gpu=device is not None)
+    return replace(handoff, frame_tokens=frame_tokens)
+
+
+def build_engine(
+    context: RankContext, links: FrameReceiver, device: LinkDevice | None = None
+) -> DecodeEngine:
     """Puts the parts of rank 0 together."""
     config = context.config
     scheduler = DecodeScheduler(
@@ -63,11 +75,13 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
     reserver = SchedulerReserver(
         scheduler, context.max_model_len, config.faults.reject_reservations
     )
-    unloader = _note_spans(context, _make_unloader(context, links))
+    unloader = _note_spans(
+        context, _make_unloader(context, RankUnloader(context.kv, links, device))
+    )
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
-        config=config.handoff,
+        config=settle_handoff(context, device),
         reserver=reserver,
         link_endpoints=unloader.endpoints(),
         mint_id=lambda: ReservationId(secrets.token_bytes(16)),
@@ -94,16 +108,22 @@ def build_engine(context: RankContext, links: FrameReceiver) -> DecodeEngine:
 
 def build_follower(context: FollowerContext) -> FollowerDesk:
     """Puts the parts of another rank together."""
+    device = find_link_device(context.kv, context.config.handoff)
+    links = make_links(context, device, context.rank)
     return FollowerDesk(
         rank=context.rank,
         compute=context.compute,
         tell=context.tell,
-        unloader=RankUnloader(context.kv, make_links(context, context.rank)),
+        unloader=RankUnloader(context.kv, links, device),
     )
 
 
-def _make_unloader(context: RankContext, links: FrameReceiver) -> Unloader:
-    local = RankUnloader(context.kv, links)
+def _build(context: RankContext) -> DecodeEngine:
+    device = find_link_device(context.kv, context.config.handoff)
+    return build_engine(context, make_links(context, device), device)
+
+
+def _make_unloader(context: RankContext, local: RankUnloader) -> Unloader:
     if context.followers is None:
         return local
     endpoints = [endpoint_from_wire(link) for link in context.follower_links]
@@ -117,10 +137,4 @@ def _note_spans(context: RankContext, unloader: Unloader) -> Unloader:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        run_rank(
-            lambda context: build_engine(context, make_links(context)),
-            build_follower,
-            describe_event,
-        )
-    )
+    sys.exit(run_rank(_build, build_follower, describe_event))

@@ -243,6 +243,7 @@ def links_to_wire(links: Iterable[LinkStatus]) -> list[inference_pb2.LinkInfo]:
             bytes_received=link.bytes_received,
             frames_in_flight=link.frames_in_flight,
             epoch=link.epoch,
+            failures=link.failures,
         )
         for link in links
     ]

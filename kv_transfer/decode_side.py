@@ -30,6 +30,7 @@ from kv_transfer.protocol import (
     salt_digest,
 )
 from kv_transfer.reservation import Reservation
+from pdserve.config.link_memory import settle_frame_tokens
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
 from pdserve.errors import ConfigError
@@ -70,10 +71,11 @@ class DecodeHandoffs:
         """
         self.counters = DecodeCounters()
         self.is_draining = False
-        """True refuses new reservations; those granted go on."""
+        """True refuses new reservations."""
         self._me = me
         self._geometry = geometry
         self._config = config
+        self._frame_tokens = settle_frame_tokens(config, geometry, is_on_gpu=False)
         self._reserver = reserver
         self._link_endpoints = link_endpoints
         self._mint_id = mint_id
@@ -301,7 +303,7 @@ class DecodeHandoffs:
             pair,
             len(request.token_ids),
             outcome.num_cached_tokens,
-            self._config.frame_tokens,
+            self._frame_tokens,
             self._config.frame_layers,
         )
         grant = Grant(
@@ -310,7 +312,7 @@ class DecodeHandoffs:
             manifest_digest=manifest.digest,
             links=self._link_endpoints,
             lease_s=self._config.lease_s,
-            frame_tokens=self._config.frame_tokens,
+            frame_tokens=self._frame_tokens,
             frame_layers=self._config.frame_layers,
             decode_shape=self._me.shape,
             wire_dtype=pair.wire_dtype,

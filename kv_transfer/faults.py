@@ -24,6 +24,14 @@ class FrameFaults:
             self._num_frames += 1
             return self._num_frames
 
+    def spoils_silently(self, number: int) -> bool:
+        """Says whether `spoil_before_checksum` changes this frame."""
+        return number == self._corrupt_silently
+
+    def spoils_visibly(self, number: int) -> bool:
+        """Says whether `spoil_after_checksum` changes this frame."""
+        return number == self._corrupt
+
     def spoil_before_checksum(self, number: int, payload: Tensor) -> None:
         """Flips the sign of every value, which no checksum will show but the output must.
 

@@ -8,7 +8,7 @@ decode rank by one of them; a head that several decode ranks hold is sent to eac
 from dataclasses import asdict, dataclass
 
 from pdserve.config.model import AGREED_FIELDS, KvGeometry
-from pdserve.config.shape import ITEM_BYTES, RankPart
+from pdserve.config.shape import ITEM_BYTES, WIRE_BYTES, RankPart, count_frame_bytes
 from pdserve.errors import ConfigError
 
 AUTO = "auto"
@@ -23,10 +23,10 @@ class KvPair:
     decode: KvGeometry
     wire_dtype: str
 
-    @property
-    def wire_bytes_per_head(self) -> int:
-        """Bytes of one token's keys and values in one head of one layer, in a frame."""
-        return 2 * self.decode.head_dim * ITEM_BYTES[self.wire_dtype]
+    def frame_bytes(self, num_tokens: int, num_layers: int, num_heads: int) -> int:
+        """Bytes of the keys and values of some tokens, layers and heads, in a frame."""
+        num_rows = 2 * num_tokens * num_layers * num_heads
+        return count_frame_bytes(num_rows, self.decode.head_dim, self.wire_dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +48,8 @@ def make_pair(prefill: KvGeometry, decode: KvGeometry, wire_dtype: str = AUTO) -
     check_compatible(prefill, decode)
     if wire_dtype == AUTO:
         wire_dtype = min(prefill.dtype, decode.dtype, key=lambda dtype: ITEM_BYTES[dtype])
-    if wire_dtype not in ITEM_BYTES:
-        known = ", ".join((AUTO, *ITEM_BYTES))
+    if wire_dtype not in WIRE_BYTES:
+        known = ", ".join((AUTO, *WIRE_BYTES))
         raise ConfigError(f"wire_dtype must be one of {known}, got {wire_dtype!r}")
     return KvPair(prefill=prefill, decode=decode, wire_dtype=wire_dtype)
 

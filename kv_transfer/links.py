@@ -19,13 +19,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroupGloo, Work
 
-from kv_transfer.notices import LinkBroken, NoticeChannel
+from kv_transfer.notices import GOODBYE_TIMEOUT_S, LinkBroken, NoticeChannel
 from pdserve.rpc.v1 import link_pb2
 
-TRANSPORT = "gloo"
 PREFILL_MEMBER = 0
 DECODE_MEMBER = 1
-GOODBYE_TIMEOUT_S = 0.5
 _FRAME_TAG = 1
 _POISON_TAG = 2
 _CANARY_TAG = 3
@@ -132,8 +130,8 @@ class Link:
     def say_goodbye(self, channel: NoticeChannel) -> None:
         """Tells the peer that nothing more comes, on both sockets: whichever it looks at first."""
         goodbye = torch.ones(1, dtype=torch.uint8)
+        channel.say_goodbye()
         with suppress(LinkBroken):  # the peer may have left first
-            channel.send(link_pb2.LinkNotice(bye=link_pb2.LinkBye()), GOODBYE_TIMEOUT_S)
             with _as_link_broken():
                 work = self._group.send([goodbye], self._peer, _CANARY_TAG)
             self.wait(work, GOODBYE_TIMEOUT_S)

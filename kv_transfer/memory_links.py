@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkId, Post
+from kv_transfer.link_device import Mark
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.request import Incarnation, ReservationId, WorkerId
@@ -67,8 +68,9 @@ class MemoryReceiver:
         free = [slot for slot in range(self._ring_slots) if slot not in ring]
         if not free:
             return False
-        num_bytes = frame.payload.numel()
+        num_bytes = frame.num_bytes
         assert num_bytes <= self._slot_bytes
+        assert isinstance(frame.payload, Tensor)
         ring[free[0]] = frame.payload.clone()
         self.post(
             FrameLanded(
@@ -86,7 +88,7 @@ class MemoryReceiver:
         """Returns the landed bytes, uint8 [num_bytes]; valid until `release_slot`."""
         return self._rings[landed.link][landed.slot]
 
-    def release_slot(self, landed: FrameLanded) -> None:
+    def release_slot(self, landed: FrameLanded, after: Mark | None = None) -> None:
         """Gives a landing slot back; a frame that waited for one lands at once."""
         # What a late reader would see must not look right.
         self._rings[landed.link].pop(landed.slot).fill_(0xFF)
@@ -166,7 +168,7 @@ class MemorySender:
         landing = self._far_id(link)
         while link.queue and link.receiver.land(landing, self, link.queue[0]):
             frame = link.queue.popleft()
-            link.bytes_sent += frame.payload.numel()
+            link.bytes_sent += frame.num_bytes
             self._post(
                 FrameSent(
                     link=link.link_id,

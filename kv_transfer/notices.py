@@ -4,16 +4,22 @@ A peer is not trusted before its first notice carried the listener's token: size
 anything is read, and bytes that are no notice end the connection.
 """
 
+import os
 import select
 import socket
 import struct
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
 from pdserve.rpc.v1 import link_pb2
 
 MAX_NOTICE_BYTES = 4096
+GOODBYE_TIMEOUT_S = 0.5
+MAX_FAILURE_CHARACTERS = 200
 _LENGTH = struct.Struct("!I")
 
 
@@ -21,8 +27,27 @@ class LinkBroken(Exception):
     """The peer is gone, silent for too long, or does not keep to the protocol."""
 
 
+class PeerSaidBye(Exception):
+    """The peer ends the link in good order."""
+
+
+def take_bye(bye: link_pb2.LinkBye) -> NoReturn:
+    """Ends a loop over notices.
+
+    Raises:
+        PeerSaidBye: the link ends in good order.
+        LinkBroken: the peer failed.
+    """
+    if bye.failure:
+        raise LinkBroken(f"the peer ended the link: {bye.failure}")
+    raise PeerSaidBye
+
+
 class NoticeChannel:
-    """Sends and receives notices on a connected stream socket. One thread at a time each way."""
+    """Sends and receives notices on a connected stream socket. One thread at a time each way.
+
+    Any other thread may `wake` the one that is in `wait`.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """Takes the socket over."""
@@ -31,6 +56,8 @@ class NoticeChannel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._buffer = bytearray()
+        self._wake_lock = threading.Lock()
+        self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def send(self, notice: link_pb2.LinkNotice, timeout_s: float) -> None:
         """Writes one notice.
@@ -84,14 +111,65 @@ class NoticeChannel:
             raise LinkBroken(f"{notice.WhichOneof('notice')} came instead of {kind}")
         return notice
 
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits for a notice, an end of stream, or `wake`; None waits for ever."""
+        assert self._wake_fd is not None
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        poller.register(self._wake_fd, select.POLLIN)
+        ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
+        if any(fd == self._wake_fd for fd, _ in ready):
+            os.eventfd_read(self._wake_fd)
+
+    def wait_for_wake(self, timeout_s: float | None) -> None:
+        """Waits for `wake` alone; None waits for ever."""
+        assert self._wake_fd is not None
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        if poller.poll(None if timeout_s is None else timeout_s * 1000):
+            os.eventfd_read(self._wake_fd)
+
+    def wake(self) -> None:
+        """Ends a `wait`, the present or the next one; from any thread, also after `close`."""
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def wait_until_closed(self, is_over: Callable[[], bool]) -> None:
+        """Waits until the peer has closed its end, or it is over for another reason (`wake`)."""
+        while not is_over():
+            self.wait(None)
+            try:
+                if not self._socket.recv(MAX_NOTICE_BYTES):
+                    return
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+
+    def say_goodbye(self, failure: str = "") -> None:
+        """Tells the peer that nothing more comes, and why if it is a failure."""
+        bye = link_pb2.LinkBye(failure=failure[:MAX_FAILURE_CHARACTERS])
+        with suppress(LinkBroken):  # the peer may have left first
+            self.send(link_pb2.LinkNotice(bye=bye), GOODBYE_TIMEOUT_S)
+
+    def shut_sending(self) -> None:
+        """Lets the peer see an end of stream; what it still sends can be read."""
+        with suppress(OSError):  # it was shut already, or the peer is gone
+            self._socket.shutdown(socket.SHUT_WR)
+
     def shut(self, *, may_still_send: bool = False) -> None:
         """Wakes a thread in `receive` with an end of stream; callable from any thread."""
         with suppress(OSError):  # it was shut already, or the peer is gone
             self._socket.shutdown(socket.SHUT_RD if may_still_send else socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees the socket; no other thread may use the channel any more."""
+        """Frees the socket; no other thread may use the channel any more, but for `wake`."""
         self._socket.close()
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                os.close(self._wake_fd)
+            self._wake_fd = None
 
     def _wait(self, event: int, timeout_s: float | None) -> bool:
         # poll, not select: a busy worker may hold descriptors above 1023.

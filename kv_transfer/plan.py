@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 from kv_transfer.lanes import KvPair, Lane, make_lanes
-from pdserve.config.model import KvGeometry
-from pdserve.config.shape import ITEM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +110,6 @@ def make_manifest(
     while start < num_tokens:
         end = min(start - start % frame_tokens + frame_tokens, num_tokens)
         for lane in pieces:
-            num_values = (end - start) * len(lane.layers) * len(lane.heads)
             frames.append(
                 Frame(
                     index=len(frames),
@@ -124,7 +121,7 @@ def make_manifest(
                     num_heads=len(lane.heads),
                     prefill_rank=lane.prefill_rank,
                     decode_rank=lane.decode_rank,
-                    num_bytes=num_values * pair.wire_bytes_per_head,
+                    num_bytes=pair.frame_bytes(end - start, len(lane.layers), len(lane.heads)),
                     dtype=pair.wire_dtype,
                 )
             )
@@ -134,24 +131,6 @@ def make_manifest(
         num_blocks=-(-num_tokens // size) - num_cached_tokens // size,
         digest=_digest(pair, frames),
     )
-
-
-def max_frame_bytes(
-    geometry: KvGeometry,
-    rank: int,
-    frame_tokens: int,
-    wire_dtype: str,
-    frame_layers: int | None = None,
-) -> int:
-    """Returns the size of the largest frame that a decode rank can get: of a landing slot.
-
-    No wire dtype that is negotiated is wider than the decode worker's own.
-    """
-    part = geometry.parts[rank]
-    item_bytes = ITEM_BYTES.get(wire_dtype, geometry.item_bytes)
-    num_layers = min(len(part.layers), frame_layers or len(part.layers))
-    values = 2 * num_layers * len(part.kv_heads) * geometry.head_dim
-    return frame_tokens * values * item_bytes
 
 
 def _cut_layers(lanes: Sequence[Lane], frame_layers: int | None) -> list[Lane]:

@@ -4,18 +4,21 @@ import logging
 import secrets
 import socket
 import threading
+import time
+from functools import partial
 
 from torch import Tensor
 
 from kv_transfer.events import FrameLanded, LinkEnds, LinkId, Post
-from kv_transfer.links import TRANSPORT
+from kv_transfer.link_device import LinkDevice, Mark
 from kv_transfer.notices import LinkBroken, NoticeChannel
 from kv_transfer.protocol import LinkEndpoint
-from kv_transfer.receiving_link import ReceivingLink
+from kv_transfer.receiving_link import ReceiverIdentity, ReceivingLink
+from kv_transfer.sending_link import site_of
 from kv_transfer.transport import LinkStatus
+from kv_transfer.transport_choice import LinkSite, choose_transports, describe_mismatch
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Incarnation, WorkerId
-from pdserve.rpc.v1 import link_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ MAX_KNOWN_PEERS = 4096
 
 
 class LinkListener:
-    """A `FrameReceiver` over Gloo links, listening on one named address.
+    """A `FrameReceiver` that listens on one named address.
 
     `payload` and `release_slot` are called from one thread. Each link has a thread and a canary.
     """
@@ -39,6 +42,7 @@ class LinkListener:
         slot_bytes: int,
         post: Post,
         rank: int = 0,
+        device: LinkDevice | None = None,
     ) -> None:
         """Binds a free port of `host` and listens.
 
@@ -46,16 +50,19 @@ class LinkListener:
             host: the one address to listen on, and to bind links to.
             incarnation: of this worker.
             config: ring size and time-outs.
-            slot_bytes: the largest frame (`plan.max_frame_bytes`).
+            slot_bytes: the largest frame (`link_memory.link_slot_bytes`).
             post: the engine's inbox.
             rank: of this process in its worker.
+            device: what its KV is on; None is a CPU.
         """
-        self._host = host
-        self._incarnation = incarnation
+        self._me = ReceiverIdentity(
+            incarnation=incarnation, rank=rank, host=host, slot_bytes=slot_bytes
+        )
         self._config = config
-        self._slot_bytes = slot_bytes
         self._post = post
-        self._rank = rank
+        self._device = device
+        self._room = threading.Condition()
+        """Notified when a link has given memory on the GPU back."""
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
         self._links: dict[LinkId, ReceivingLink] = {}
@@ -76,7 +83,7 @@ class LinkListener:
 
     def endpoint(self) -> LinkEndpoint:
         """Returns where prefill ranks connect, and what they must say."""
-        return LinkEndpoint(host=self._host, port=self._port, token=self._token)
+        return LinkEndpoint(host=self._me.host, port=self._port, token=self._token)
 
     def payload(self, landed: FrameLanded) -> Tensor:
         """Returns the landed bytes, uint8 [num_bytes]; valid until `release_slot`."""
@@ -84,11 +91,11 @@ class LinkListener:
             link = self._links[landed.link]
         return link.payload(landed.slot, landed.num_bytes)
 
-    def release_slot(self, landed: FrameLanded) -> None:
+    def release_slot(self, landed: FrameLanded, after: Mark | None = None) -> None:
         """Gives a landing slot back to its link, once for each FrameLanded."""
         with self._lock:
             link = self._links[landed.link]
-        link.release_slot(landed.slot)
+        link.release_slot(landed.slot, after)
         self._drop_if_spent(link)
 
     def links(self) -> tuple[LinkStatus, ...]:
@@ -111,6 +118,7 @@ class LinkListener:
         self._listener.close()
         for link in links:
             link.end("this worker closes", is_orderly=True)
+            link.abandon()
         for thread in threads:
             thread.join(self._config.frame_timeout_s)
 
@@ -136,53 +144,76 @@ class LinkListener:
     def _serve(self, connection: socket.socket) -> None:
         """Is one link's whole life."""
         channel = NoticeChannel(connection)
+        link: ReceivingLink | None = None
+        transports: tuple[str, ...] = ()
         try:
-            link = self._welcome(channel)
+            link, transports = self._check_hello(channel)
         except LinkBroken as error:
             self._num_rejected += 1
             channel.close()
             logger.warning("link refused", extra={"detail": str(error)})
-            link = None
         finally:
             with self._lock:
                 self._num_handshakes -= 1
         if link is not None:
-            link.run(self._host)
+            link.run(transports, partial(self._claim_room, link))
             self._drop_if_spent(link)
+            with self._room:
+                self._room.notify_all()
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _welcome(self, channel: NoticeChannel) -> ReceivingLink:
-        """Checks the peer's hello and answers it.
+    def _check_hello(self, channel: NoticeChannel) -> tuple[ReceivingLink, tuple[str, ...]]:
+        """Checks the peer's hello; returns its link, and what may carry it.
 
         Raises:
-            LinkBroken: it is no peer of ours; nothing was answered.
+            LinkBroken: it is no peer of ours, or nothing can join us; nothing was answered.
         """
-        timeout_s = self._config.connect_timeout_s
-        hello = channel.expect("hello", timeout_s).hello
+        hello = channel.expect("hello", self._config.connect_timeout_s).hello
         if not secrets.compare_digest(hello.token, self._token):
             raise LinkBroken("wrong token")
+        mine = site_of(self._config, self._device)
+        theirs = LinkSite(
+            transports=tuple(hello.transports),
+            host_id=hello.host_id,
+            device_uuid=hello.device_uuid,
+        )
+        transports = choose_transports(mine, theirs)
+        if not transports:
+            raise LinkBroken(describe_mismatch(mine, theirs))
         link_id = LinkId(
-            Incarnation(hello.prefill_incarnation), hello.epoch, hello.prefill_rank, self._rank
+            Incarnation(hello.prefill_incarnation), hello.epoch, hello.prefill_rank, self._me.rank
         )
         link = ReceivingLink(
+            me=self._me,
             link_id=link_id,
             worker_id=WorkerId(hello.prefill_worker_id),
             channel=channel,
             config=self._config,
-            slot_bytes=self._slot_bytes,
             post=self._post,
+            device=self._device,
         )
-        welcome = link_pb2.LinkWelcome(
-            decode_incarnation=self._incarnation,
-            decode_rank=self._rank,
-            transport=TRANSPORT,
-            slot_bytes=self._slot_bytes,
-            num_slots=self._config.ring_slots,
-        )
-        channel.send(link_pb2.LinkNotice(welcome=welcome), timeout_s)
         self._register(link)
-        return link
+        return link, transports
+
+    def _claim_room(self, link: ReceivingLink) -> bool:
+        """Makes room on the GPU for a link's ring, at the cost of the least recently used one."""
+        deadline_s = time.monotonic() + self._config.connect_timeout_s
+        with self._room:
+            while True:
+                with self._lock:
+                    others = [one for one in self._links.values() if one is not link]
+                holders = [one for one in others if one.holds_device_memory]
+                if len(holders) < self._config.max_device_links:
+                    return True
+                idle = [(since, one) for one in holders if (since := one.idle_since_s) is not None]
+                if not idle:
+                    return False
+                oldest = min(idle, key=lambda pair: pair[0])[1]
+                oldest.end("made room for another link", is_orderly=True)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._room.wait(left_s):
+                    return False
 
     def _register(self, link: ReceivingLink) -> None:
         """Makes a link the peer rank's only one: a newer epoch ends what is left of an older."""

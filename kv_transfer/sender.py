@@ -2,16 +2,18 @@
 
 from kv_transfer.events import Post
 from kv_transfer.faults import FrameFaults
+from kv_transfer.link_device import LinkDevice
 from kv_transfer.sending_link import SenderIdentity, SendingLink
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.request import Incarnation, ReservationId
 
 MAX_KNOWN_PEERS = 4096
+MAX_HOST_LINKS = 64
 
 
 class LinkPool:
-    """A `FrameSender` over Gloo links; the least recently used idle link makes room for a new one.
+    """A `FrameSender`; the least recently used idle link makes room for a new one.
 
     Called from one thread. A link that died is replaced on the next push, under the next epoch.
     """
@@ -23,14 +25,26 @@ class LinkPool:
         config: HandoffConfig,
         post: Post,
         faults: FaultConfig | None = None,
-        max_links: int = 64,
+        device: LinkDevice | None = None,
+        max_links: int | None = None,
     ) -> None:
-        """Starts without links."""
+        """Starts without links.
+
+        Args:
+            me: this rank.
+            config: time-outs, transports, limits.
+            post: the engine's inbox.
+            faults: injected on purpose.
+            device: what its KV is on; None is a CPU.
+            max_links: None takes what the settings allow on the device.
+        """
         self._me = me
         self._config = config
         self._post = post
         self._faults = FrameFaults(faults or FaultConfig())
-        self._max_links = max_links
+        self._device = device
+        default = MAX_HOST_LINKS if device is None else config.max_device_links
+        self._max_links = default if max_links is None else max_links
         self._links: dict[tuple[Incarnation, int], SendingLink] = {}
         """Least recently used first."""
         self._parting: list[SendingLink] = []
@@ -65,9 +79,14 @@ class LinkPool:
         self._links[key] = link
 
     def cancel(self, reservation_id: ReservationId) -> None:
-        """Drops queued frames of a reservation, silently; one on the wire is sent to its end."""
-        for link in self._links.values():
-            link.cancel(reservation_id)
+        """Drops queued frames of a reservation, silently; one on the wire is sent to its end.
+
+        Steps that the engine launches from now on may overwrite the reservation's blocks.
+        """
+        for link in (*self._parting, *self._links.values()):
+            for mark in link.cancel(reservation_id):
+                assert self._device is not None
+                self._device.let_steps_wait_for(mark)
 
     def links(self) -> tuple[LinkStatus, ...]:
         """Lists live links."""
@@ -99,6 +118,7 @@ class LinkPool:
             config=self._config,
             faults=self._faults,
             post=self._post,
+            device=self._device,
         )
 
     def _make_room(self) -> None:

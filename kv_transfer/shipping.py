@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
+from kv_transfer.link_device import LinkDevice, Mark
 from kv_transfer.plan import Frame
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.transport import FrameReceiver, FrameSender, LinkPeer, LinkStatus, OutgoingFrame
@@ -92,12 +93,17 @@ class Unloader(Protocol):
 
 
 class RankShipper:
-    """The `Shipper` of one rank."""
+    """The `Shipper` of one rank.
 
-    def __init__(self, kv: KvTensors, links: FrameSender) -> None:
-        """Keeps both."""
+    On a GPU nothing is packed here: links read the blocks, which therefore stay as they are until
+    the frame is sent, or cancelled.
+    """
+
+    def __init__(self, kv: KvTensors, links: FrameSender, device: LinkDevice | None = None) -> None:
+        """Keeps them; `device` is None on a CPU."""
         self._kv = kv
         self._links = links
+        self._device = device
 
     def has_room(self, ends: LinkEnds) -> bool:
         """Says whether one more frame may be packed for a rank of a peer now."""
@@ -111,11 +117,13 @@ class RankShipper:
         """Does nothing: these links know themselves what room they have."""
 
     def ship(self, order: ShipFrame) -> None:
-        """Packs a region and pushes the copy."""
+        """Pushes a region: packed, or on a GPU as it lies in its blocks."""
+        region = order.region
         frame = OutgoingFrame(
             reservation_id=order.reservation_id,
             frame_index=order.frame_index,
-            payload=self._kv.pack(order.region),
+            num_bytes=self._kv.frame_bytes(region),
+            payload=self._kv.pack(region) if self._device is None else region,
         )
         self._links.push(order.peer, frame)
 
@@ -135,19 +143,27 @@ class RankShipper:
 class RankUnloader:
     """The `Unloader` of one rank."""
 
-    def __init__(self, kv: KvTensors, links: FrameReceiver) -> None:
-        """Keeps both."""
+    def __init__(
+        self, kv: KvTensors, links: FrameReceiver, device: LinkDevice | None = None
+    ) -> None:
+        """Keeps them; `device` is None on a CPU."""
         self._kv = kv
         self._links = links
+        self._device = device
 
     def endpoints(self) -> tuple[LinkEndpoint, ...]:
         """Returns where this rank listens for links."""
         return (self._links.endpoint(),)
 
     def unload(self, order: UnloadFrame) -> bool:
-        """Scatters at once."""
-        self._kv.scatter(order.region, self._links.payload(order.landed))
-        self._links.release_slot(order.landed)
+        """Scatters at once; on a GPU, in front of whatever step is launched next."""
+        payload = self._links.payload(order.landed)
+        after: Mark | None = None
+        if self._device is None:
+            self._kv.scatter(order.region, payload)
+        else:
+            after = self._device.scatter(order.region, payload)
+        self._links.release_slot(order.landed, after)
         return True
 
     def reject(self, landed: FrameLanded) -> None:

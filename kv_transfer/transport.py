@@ -10,7 +10,9 @@ from typing import Protocol
 from torch import Tensor
 
 from kv_transfer.events import FrameLanded
+from kv_transfer.link_device import Mark
 from kv_transfer.protocol import LinkEndpoint
+from pdserve.cache.kv_region import KvRegion
 from pdserve.request import Incarnation, ReservationId, WorkerId
 
 
@@ -24,14 +26,21 @@ class LinkPeer:
     rank: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OutgoingFrame:
-    """A packed frame; its payload belongs to the link until FrameSent or LinkDown names it."""
+    """A frame on its way; its payload belongs to the link until FrameSent or LinkDown names it."""
 
     reservation_id: ReservationId
     frame_index: int
-    payload: Tensor
-    """uint8 [num_bytes], contiguous, on the CPU."""
+    num_bytes: int
+    payload: Tensor | KvRegion
+    """Packed: uint8 [num_bytes], contiguous, on the CPU. Or where it lies in a GPU's blocks, from
+    which the link reads it; `FrameSender.cancel` tells when that is over."""
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """True while the link has to read it from its blocks."""
+        return isinstance(self.payload, KvRegion)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +54,8 @@ class LinkStatus:
     bytes_sent: int
     bytes_received: int
     frames_in_flight: int
+    failures: tuple[str, ...] = ()
+    """What was preferred to `transport` and did not come up, in words."""
 
 
 class FrameSender(Protocol):
@@ -63,7 +74,10 @@ class FrameSender(Protocol):
         ...
 
     def cancel(self, reservation_id: ReservationId) -> None:
-        """Drops queued frames of a reservation, silently; one on the wire is sent to its end."""
+        """Drops queued frames of a reservation, silently; one on the wire is sent to its end.
+
+        Steps that the engine launches from now on may overwrite the reservation's blocks.
+        """
         ...
 
     def links(self) -> tuple[LinkStatus, ...]:
@@ -83,11 +97,16 @@ class FrameReceiver(Protocol):
         ...
 
     def payload(self, landed: FrameLanded) -> Tensor:
-        """Returns the landed bytes, uint8 [num_bytes]; valid until `release_slot`."""
+        """Returns the landed bytes, uint8 [num_bytes], valid until `release_slot`."""
         ...
 
-    def release_slot(self, landed: FrameLanded) -> None:
-        """Gives a landing slot back to its link, once for each FrameLanded."""
+    def release_slot(self, landed: FrameLanded, after: Mark | None = None) -> None:
+        """Gives a landing slot back to its link, once for each FrameLanded.
+
+        Args:
+            landed: what lay there.
+            after: what still reads the slot, on a GPU.
+        """
         ...
 
     def links(self) -> tuple[LinkStatus, ...]:

@@ -2,10 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
+from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
@@ -41,27 +43,30 @@ def pick_gpus(gpus: Sequence[str], taken: Sequence[str], num_ranks: int) -> tupl
         num_ranks: of the replica.
     """
     counts = Counter(taken)
-    assert num_ranks <= len(gpus), "check_gpus comes first"
+    assert not gpus or num_ranks <= len(gpus), "check_gpus comes first"
     picked = sorted(gpus, key=lambda gpu: counts[gpu])[:num_ranks]
     return tuple(gpu for gpu in gpus if gpu in picked)
 
 
-def check_gpus(role: Role, engine: EngineConfig, gpus: Sequence[str]) -> None:
-    """Checks that each rank of a replica can have a GPU of its own.
+def check_gpus(role: Role, engine: EngineConfig, num_ranks: int, gpus: Sequence[str]) -> None:
+    """Checks that each rank of a replica can have a GPU of its own, on a machine that has some.
+
+    Args:
+        role: of the replica.
+        engine: likewise.
+        num_ranks: of the replica on this machine.
+        gpus: of this machine; none where they have no names.
 
     Raises:
         ConfigError: there are too few; the text says how many are needed and which are there.
     """
-    if engine.device != "cuda" or engine.num_ranks <= len(gpus):
+    if engine.device != "cuda" or not gpus or num_ranks <= len(gpus):
         return
-    ranks = (
-        "a GPU"
-        if engine.num_ranks == 1
-        else f"{engine.num_ranks} GPUs, one for each of {engine.tensor_parallel} tensor ranks in "
-        f"{engine.pipeline_parallel} stages"
+    raise ConfigError(
+        f"--device cuda: a {role} replica of {engine.tensor_parallel} tensor ranks in "
+        f"{engine.pipeline_parallel} stages needs {num_ranks} GPUs here, one a rank; this machine "
+        f"shows {len(gpus)} ({', '.join(gpus)})"
     )
-    found = f"{len(gpus)} ({', '.join(gpus)})" if gpus else "none (CUDA_VISIBLE_DEVICES names them)"
-    raise ConfigError(f"device cuda: a {role} replica needs {ranks}; this machine shows {found}")
 
 
 def check_has_gpu(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> None:
@@ -76,3 +81,41 @@ def check_has_gpu(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> N
         raise ConfigError("--device cuda needs a GPU, but CUDA_VISIBLE_DEVICES shows none")
     if not (device_folder / WSL_DEVICE).exists():
         raise ConfigError("--device cuda needs a GPU, and this machine has none")
+
+
+class GpuDealer:
+    """Gives each replica of this machine the GPUs of its ranks; it keeps them over restarts."""
+
+    def __init__(self, visible: str | None) -> None:
+        """Takes this process's own CUDA_VISIBLE_DEVICES; None where it is not set."""
+        self._visible = visible
+        self._gpus = find_gpus(visible)
+        self._dealt: dict[str, tuple[str, ...]] = {}
+
+    def check(self, config: ClusterConfig) -> None:
+        """Checks, before anything is started, that there are enough for each replica.
+
+        Raises:
+            ConfigError: there are too few, or none.
+        """
+        if config.engine.device == "cuda":
+            check_has_gpu(self._visible)
+        engines = {Role.DECODE: config.decode_engine}
+        if config.num_prefill:
+            engines[Role.PREFILL] = config.engine
+        for role, engine in engines.items():
+            num_ranks = engine.tensor_parallel if config.spread_stages else engine.num_ranks
+            check_gpus(role, engine, num_ranks, self._gpus)
+
+    def deal(self, worker: WorkerConfig) -> dict[str, str]:
+        """Returns the variable that shows a replica its GPUs, and no other."""
+        if worker.engine.device != "cuda" or not self._gpus:
+            return {}
+        taken = [gpu for gpus in self._dealt.values() for gpu in gpus]
+        gpus = pick_gpus(self._gpus, taken, worker.num_local_ranks)
+        self._dealt[worker.worker_id] = gpus
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+    def keep(self, worker_ids: Collection[str]) -> None:
+        """Takes back what others have."""
+        self._dealt = {name: gpus for name, gpus in self._dealt.items() if name in worker_ids}

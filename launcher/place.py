@@ -37,6 +37,7 @@ class Place(Protocol):
         argv: Sequence[str],
         env: Mapping[str, str],
         on_line: Callable[[str], None],
+        stages: Sequence[Sequence[str]] = (),
     ) -> Child:
         """Starts a process.
 
@@ -45,6 +46,8 @@ class Place(Protocol):
             argv: program and arguments.
             env: variables added to the inherited environment.
             on_line: takes its output, line by line, on another thread.
+            stages: what holds pipeline stages that it expects elsewhere. A place of one machine
+                leaves them to somebody else.
         """
 
     def close(self) -> None:
@@ -60,8 +63,9 @@ class LocalPlace:
         argv: Sequence[str],
         env: Mapping[str, str],
         on_line: Callable[[str], None],
+        stages: Sequence[Sequence[str]] = (),
     ) -> Child:
-        """Starts a child process."""
+        """Starts a child process; its stages are started by hand, or by whatever runs them."""
         child = spawn(argv, env=env, stdout=subprocess.PIPE, name=name)
         return LocalChild(child, OutputReader(child, on_line))
 

@@ -1,4 +1,6 @@
-"""A Ray actor that starts one face, watches it and stops it: no tensor and no request comes here.
+"""A Ray actor that starts one face, or what holds a stage, and watches and stops it.
+
+No tensor and no request comes here.
 
 The raylet's end ends the actor, the actor's ends the face, and the face's ends its ranks, each by
 the parent-death signal of the kernel; Ray alone leaves actors of a killed raylet running for as

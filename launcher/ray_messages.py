@@ -10,14 +10,20 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartFace:
-    """To the driver: place an actor that starts this face."""
+    """To the driver: place actors that start this face, and the stages that it lacks."""
 
     life: int
     """Names one life of one replica; never used again."""
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    num_ranks: int
+    ranks_of_bundles: tuple[int, ...]
+    """What must be on one node each; the face is in the first."""
+    uses_gpus: bool
+    is_anywhere: bool
+    """On any node, each process on its node's address; else on the launcher's machine."""
+    stages: tuple[tuple[str, ...], ...] = ()
+    """What holds the stage of each other bundle; same environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +80,10 @@ def encode(message: Message) -> bytes:
 def decode(packet: bytes) -> Message:
     """Unpacks a message of the same version of this program."""
     kind, fields = json.loads(packet)
-    if "argv" in fields:
-        fields["argv"] = tuple(fields["argv"])
+    for name in ("argv", "ranks_of_bundles"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    if "stages" in fields:
+        fields["stages"] = tuple(tuple(argv) for argv in fields["stages"])
     message: Message = _KINDS[kind](**fields)
     return message

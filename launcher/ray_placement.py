@@ -1,8 +1,7 @@
-"""Where a replica goes in a Ray cluster: pure, one placement group a replica, one bundle a rank.
+"""Where a replica goes in a Ray cluster: pure, one placement group a replica.
 
-A face starts its ranks itself and speaks to them over socket pairs, so all ranks of a replica,
-pipeline stages too, share a node. Which node that is, is Ray's choice among those of the launcher's
-machine: everything of a cluster listens on one address there.
+A bundle is on one node by its nature. So all ranks of a replica are one bundle; or, where pipeline
+stages are spread, each stage is one, and Ray puts them on as many nodes as it can.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,33 +18,63 @@ class RayNode:
     address: str
     num_cpus: float
     """In all, free or not."""
+    num_gpus: float = 0.0
+    """Likewise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaNeeds:
+    """What a replica takes up."""
+
+    ranks_of_bundles: tuple[int, ...]
+    """The face is in the first one."""
+    uses_gpus: bool
+    """One a rank."""
+    machine: str | None
+    """Address, as Ray calls it, of the only machine that it may be on; None: any node will do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaPlacement:
-    """The placement group of one replica. The face's actor goes into the first bundle."""
+    """The placement group of one replica."""
 
     bundles: tuple[Mapping[str, float], ...]
-    strategy: str = "STRICT_PACK"
+    strategy: str
 
 
-def place_replica(num_ranks: int, machine: str) -> ReplicaPlacement:
-    """Returns a group that fits on one node of a machine, or nowhere.
+def place_replica(needs: ReplicaNeeds) -> ReplicaPlacement:
+    """Returns the group of a replica; each rank takes a CPU, and a GPU if it uses one."""
+    pin = {} if needs.machine is None else {f"node:{needs.machine}": _PINNED}
+    bundles = []
+    for num_ranks in needs.ranks_of_bundles:
+        gpus = {"GPU": float(num_ranks)} if needs.uses_gpus else {}
+        bundles.append({"CPU": float(num_ranks), **gpus, **pin})
+    strategy = "STRICT_PACK" if len(bundles) == 1 else "SPREAD"
+    return ReplicaPlacement(bundles=tuple(bundles), strategy=strategy)
 
-    Args:
-        num_ranks: of the replica; each takes a CPU.
-        machine: address of the launcher's machine, as Ray calls it.
-    """
-    bundle = {"CPU": 1.0, f"node:{machine}": _PINNED}
-    return ReplicaPlacement(bundles=(bundle,) * num_ranks)
 
-
-def explain_wait(num_ranks: int, machine: str, nodes: Sequence[RayNode]) -> str:
+def explain_wait(needs: ReplicaNeeds, nodes: Sequence[RayNode]) -> str:
     """Says what a replica waits for, and whether waiting can help."""
-    here = [node.num_cpus for node in nodes if node.address == machine]
-    if max(here, default=0.0) >= num_ranks:
-        return f"waits for {num_ranks} free CPU on one Ray node at {machine}"
+    where = "" if needs.machine is None else f" at {needs.machine}"
+    usable = [n for n in nodes if needs.machine is None or n.address == needs.machine]
+    largest = max(needs.ranks_of_bundles)
+    room = f"{largest} CPU" + (f" and {largest} GPU" if needs.uses_gpus else "")
+    num_bundles = len(needs.ranks_of_bundles)
+    wish = f"{room} on one Ray node{where}"
+    if num_bundles > 1:
+        wish = f"{num_bundles} times {wish}"
+    fitting = [
+        node
+        for node in usable
+        if node.num_cpus >= largest and (not needs.uses_gpus or node.num_gpus >= largest)
+    ]
+    if fitting:
+        return f"waits for {wish} to be free"
+    shown = ", ".join(
+        f"{node.num_cpus:g} CPU" + (f" and {node.num_gpus:g} GPU" if needs.uses_gpus else "")
+        for node in usable
+    )
     return (
-        f"waits for a Ray node at {machine} with {num_ranks} CPU; the largest has "
-        f"{max(here, default=0.0):g}: ranks of one replica are not spread over nodes"
+        f"waits for {wish}, and no node is so large ({shown or 'there is none'}): ranks that share "
+        "layers are never spread over nodes"
     )

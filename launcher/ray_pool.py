@@ -54,6 +54,8 @@ class RayConfig:
     num_cpus: int = field(default_factory=lambda: max(os.cpu_count() or 1, 16))
     """Slots for ranks in a cluster of our own; may exceed the machine's cores."""
     has_dashboard: bool = False
+    is_anywhere: bool = False
+    """Replicas may be on any node, and listen on its address; else they stay on this machine."""
 
 
 class RayPlace:
@@ -71,7 +73,7 @@ class RayPlace:
         Args:
             config: which cluster.
             report: takes Ray's lines, from another thread.
-            engines: of each role that has replicas of several ranks.
+            engines: of each role that has replicas of several ranks, or on GPUs.
 
         Raises:
             ConfigError: Ray is not installed.
@@ -95,20 +97,27 @@ class RayPlace:
         argv: Sequence[str],
         env: Mapping[str, str],
         on_line: Callable[[str], None],
+        stages: Sequence[Sequence[str]] = (),
     ) -> Child:
-        """Orders an actor; the child has a pid once Ray has placed it."""
+        """Orders actors; the child has a pid once Ray has placed them."""
         if self._session is None or not self._session.is_running():
             if self._session is not None:
                 self._session.close()
             self._session = _Session(self._config, self._report)
         self._num_lives += 1
         engine = self._engines.get(Role(name.rpartition("-")[0]))
+        tensor, num_ranks = (
+            (1, 1) if engine is None else (engine.tensor_parallel, engine.num_ranks)
+        )  # fmt: skip
         order = StartFace(
             life=self._num_lives,
             name=name,
             argv=tuple(argv),
             env=dict(env),
-            num_ranks=(1 if engine is None else engine.tensor_parallel * engine.pipeline_parallel),
+            ranks_of_bundles=(tensor,) * (1 + len(stages)) if stages else (num_ranks,),
+            uses_gpus=engine is not None and engine.device == "cuda",
+            is_anywhere=self._config.is_anywhere,
+            stages=tuple(tuple(stage) for stage in stages),
         )
         return self._session.start(order, on_line)
 

@@ -25,8 +25,10 @@ class Replica:
         new_watch: Callable[[float], LeaseWatch] | None = None,
         *,
         place: Place,
+        stages: Sequence[Sequence[str]] = (),
     ) -> None:
         """Remembers how to start the child; `report` takes its lines from a reader thread."""
+        self._stages = tuple(stages)
         self.name = name
         self._argv = tuple(argv)
         self._env = dict(env)
@@ -58,7 +60,9 @@ class Replica:
         self._started_s = time.monotonic()
         self._restart_at_s = None
         self.watch = None if self._new_watch is None else self._new_watch(self._started_s)
-        self._child = self._place.start(self.name, self._argv, self._env, self._take_line)
+        self._child = self._place.start(
+            self.name, self._argv, self._env, self._take_line, self._stages
+        )  # fmt: skip
 
     def poll(self) -> int | None:
         """Returns the exit status, or None while the child runs."""

@@ -1,12 +1,14 @@
 """What each role of a local cluster is told, and what starts it."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdserve.config.cluster import ClusterConfig
+from pdserve.config.load import to_argv
 from pdserve.config.router import RouterConfig
+from pdserve.config.stage import StageConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.request import Role
 
@@ -118,6 +120,28 @@ def environment_of(config: WorkerConfig | RouterConfig) -> Mapping[str, str]:
         "PDSERVE_API_KEY": " ".join(config.api_keys),
         "PDSERVE_CLUSTER_SECRET": config.cluster_secret or "",
     }
+
+
+def stage_argvs(
+    worker: WorkerConfig, command_of: Callable[[str], Sequence[str]]
+) -> tuple[tuple[str, ...], ...]:
+    """Returns what holds each stage of a worker that is not where its face is."""
+    if not worker.has_remote_stages:
+        return ()
+    configs = (
+        StageConfig(
+            worker_id=worker.worker_id,
+            stage=stage,
+            host=worker.host,
+            redis_url=worker.redis_url,
+            cluster=worker.cluster,
+            heartbeat_s=worker.heartbeat_s,
+            registry_lease_s=worker.registry_lease_s,
+            log_level=worker.log_level,
+        )
+        for stage in range(1, worker.engine.pipeline_parallel)
+    )
+    return tuple((*command_of("stage"), *to_argv(c, without=HIDDEN_FIELDS)) for c in configs)
 
 
 def role_command(role: str) -> tuple[str, ...]:

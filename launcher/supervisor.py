@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from launcher.gpus import check_gpus, check_has_gpu, find_gpus, pick_gpus
+from launcher.gpus import GpuDealer
 from launcher.model_source import resolve_model
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Member, Scale, plan_size
@@ -31,6 +31,7 @@ from launcher.role_commands import (
     Site,
     environment_of,
     router_config,
+    stage_argvs,
     worker_configs,
 )
 from launcher.supervision import LeaseWatch
@@ -86,9 +87,8 @@ class Supervisor:
         self.redis_url = config.redis_url
         self.router: Replica | None = None
         self.workers: dict[str, tuple[WorkerConfig, Replica]] = {}
-        self._gpus = find_gpus(read_visible_gpus())
-        self._gpus_of: dict[str, tuple[str, ...]] = {}
-        """One for each rank of each replica, by worker id; kept over its restarts."""
+        # Whatever places replicas elsewhere deals out the GPUs there.
+        self._gpus = GpuDealer(read_visible_gpus()) if isinstance(place, LocalPlace) else None
         self.records: dict[str, WorkerRecord] = {}
         self.orders: SimpleQueue[Scale | Drain] = SimpleQueue()
         """From any thread, for this one."""
@@ -131,12 +131,8 @@ class Supervisor:
 
     def _bring_up(self, runner: asyncio.Runner) -> RedisRegistry:
         config = self._config
-        if config.engine.device == "cuda" and isinstance(self._place, LocalPlace):
-            check_has_gpu(read_visible_gpus())
-        for role, engine in ((Role.PREFILL, config.engine), (Role.DECODE, config.decode_engine)):
-            # GPUs of a Windows host are there, but have no files to count.
-            if self._gpus and (role is Role.DECODE or config.num_prefill):
-                check_gpus(role, engine, self._gpus)
+        if self._gpus is not None:
+            self._gpus.check(config)
         check_port_is_free(resolve_host(config.host), self._ports.grpc)
         if not config.no_http:
             check_port_is_free(resolve_host(config.host), self._ports.http)
@@ -195,20 +191,12 @@ class Supervisor:
         return Replica(
             worker.worker_id,
             argv,
-            {**environment_of(worker), **self._assign_gpus(worker)},
+            {**environment_of(worker), **({} if self._gpus is None else self._gpus.deal(worker))},
             self._report_child,
             new_watch,
             place=self._place,
+            stages=stage_argvs(worker, self._role_command),
         )
-
-    def _assign_gpus(self, worker: WorkerConfig) -> dict[str, str]:
-        """Returns the variable that shows a replica the GPUs of its ranks, and no other."""
-        if worker.engine.device != "cuda":
-            return {}
-        taken = [gpu for gpus in self._gpus_of.values() for gpu in gpus]
-        gpus = pick_gpus(self._gpus, taken, worker.engine.num_ranks)
-        self._gpus_of[worker.worker_id] = gpus
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
     def _report_child(self, line: str) -> None:
         # What ends the start is told once, as its error, and not by every replica.
@@ -287,7 +275,8 @@ class Supervisor:
             for name, (config, worker) in self.workers.items()
             if not worker.is_retiring or worker.poll() is None
         }
-        self._gpus_of = {name: gpus for name, gpus in self._gpus_of.items() if name in self.workers}
+        if self._gpus is not None:
+            self._gpus.keep(self.workers)
 
     def _carry_out(self, order: Scale | Drain) -> None:
         plan = plan_size(self.members(), order)

@@ -45,6 +45,7 @@ from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.shipments import Shipments
 from prefill_worker.totals import HandoffTotals
 
 _RETURN_REASONS = {
@@ -89,6 +90,7 @@ class HandoffDesk:
         clock: Clock,
     ) -> None:
         self.totals = HandoffTotals()
+        self.shipments = Shipments(clock)
         self._me = me
         self._geometry = geometry
         self._config = config
@@ -191,6 +193,7 @@ class HandoffDesk:
     def frame_sent(self, event: FrameSent) -> None:
         """Takes a link's progress."""
         self._shipper.take(event)
+        self.shipments.sent(event.reservation_id, event.frame_index)
         handoff = self._sending.get(event.reservation_id)
         if handoff is not None:
             self._run(handoff, handoff.frame_sent(event.reservation_id, event.frame_index))
@@ -200,6 +203,7 @@ class HandoffDesk:
         """Takes a link's death: what it had not sent needs another place."""
         self._shipper.take(event)
         for reservation_id in event.lost:
+            self.shipments.drop(reservation_id)
             handoff = self._sending.get(reservation_id)
             if handoff is not None:
                 self._run(handoff, handoff.frames_lost(reservation_id, event.detail))
@@ -300,10 +304,12 @@ class HandoffDesk:
             frame_index=frame.index,
             region=region_of(frame, table, self._geometry.block_size),
         )
+        self.shipments.add(action.reservation_id, frame.index)
         self._shipper.ship(order)
 
     def _drop_frames(self, reservation_id: ReservationId) -> None:
         self._sending.pop(reservation_id, None)
+        self.shipments.drop(reservation_id)
         self._shipper.cancel(reservation_id)
         self._frames.drop(reservation_id)
 

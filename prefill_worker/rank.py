@@ -2,11 +2,13 @@
 
 import sys
 
+from kv_transfer.device_choice import find_link_device
 from kv_transfer.follower_desk import FollowerDesk
+from kv_transfer.link_device import LinkDevice
 from kv_transfer.protocol import Identity
 from kv_transfer.ranked_shipping import RankedShipper
 from kv_transfer.sender import LinkPool
-from kv_transfer.sending_link import SenderIdentity
+from kv_transfer.sending_link import MAX_FRAMES_IN_BLOCKS, SenderIdentity
 from kv_transfer.shipping import RankShipper, Shipper
 from kv_transfer.spans import SpanShipper, describe_event
 from kv_transfer.transport import FrameSender
@@ -18,7 +20,9 @@ from prefill_worker.handoff import HandoffDesk
 from prefill_worker.scheduler import PrefillScheduler
 
 
-def make_links(context: RankContext | FollowerContext, rank: int = 0) -> FrameSender:
+def make_links(
+    context: RankContext | FollowerContext, device: LinkDevice | None = None, rank: int = 0
+) -> FrameSender:
     """Makes links to decode ranks when they are first used."""
     config = context.config
     me = SenderIdentity(
@@ -27,10 +31,18 @@ def make_links(context: RankContext | FollowerContext, rank: int = 0) -> FrameSe
         host=config.host,
         rank=rank,
     )
-    return LinkPool(me=me, config=config.handoff, post=context.inbox.post, faults=config.faults)
+    return LinkPool(
+        me=me,
+        config=config.handoff,
+        post=context.inbox.post,
+        faults=config.faults,
+        device=device,
+    )
 
 
-def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
+def build_engine(
+    context: RankContext, links: FrameSender, device: LinkDevice | None = None
+) -> PrefillEngine:
     """Puts the parts of rank 0 together."""
     config = context.config
     worker_id = WorkerId(config.worker_id)
@@ -54,7 +66,7 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
         config=config.handoff,
         faults=config.faults,
         scheduler=scheduler,
-        shipper=_note_spans(context, _make_shipper(context, links)),
+        shipper=_note_spans(context, _make_shipper(context, links, device)),
         outbox=context.outbox,
         clock=context.clock,
     )
@@ -71,20 +83,27 @@ def build_engine(context: RankContext, links: FrameSender) -> PrefillEngine:
 
 def build_follower(context: FollowerContext) -> FollowerDesk:
     """Puts the parts of another rank together."""
+    device = find_link_device(context.kv, context.config.handoff)
+    links = make_links(context, device, context.rank)
     return FollowerDesk(
         rank=context.rank,
         compute=context.compute,
         tell=context.tell,
-        shipper=RankShipper(context.kv, make_links(context, context.rank)),
+        shipper=RankShipper(context.kv, links, device),
     )
 
 
-def _make_shipper(context: RankContext, links: FrameSender) -> Shipper:
-    local = RankShipper(context.kv, links)
+def _build(context: RankContext) -> PrefillEngine:
+    device = find_link_device(context.kv, context.config.handoff)
+    return build_engine(context, make_links(context, device), device)
+
+
+def _make_shipper(context: RankContext, links: FrameSender, device: LinkDevice | None) -> Shipper:
+    local = RankShipper(context.kv, links, device)
     if context.followers is None:
         return local
-    ring_slots = context.config.handoff.ring_slots
-    return RankedShipper(local, context.followers.send, context.geometry.num_ranks, ring_slots)
+    max_in_flight = context.config.handoff.ring_slots if device is None else MAX_FRAMES_IN_BLOCKS
+    return RankedShipper(local, context.followers.send, context.geometry.num_ranks, max_in_flight)
 
 
 def _note_spans(context: RankContext, shipper: Shipper) -> Shipper:
@@ -92,10 +111,4 @@ def _note_spans(context: RankContext, shipper: Shipper) -> Shipper:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        run_rank(
-            lambda context: build_engine(context, make_links(context)),
-            build_follower,
-            describe_event,
-        )
-    )
+    sys.exit(run_rank(_build, build_follower, describe_event))

@@ -58,7 +58,7 @@ TUNINGS: dict[str, Tuning] = {
     "paged-64": DecodeTuning(tile_tokens=64, num_warps=4, num_stages=4, programs_per_sm=2),
     "stream-1": StreamTuning(programs_per_sm=1),
     "stream-2": StreamTuning(programs_per_sm=2),
-    "stream-2-l4": StreamTuning(programs_per_sm=2, least_units=4),
+    "stream-2-l8": StreamTuning(programs_per_sm=2, least_units=8),
 }
 """Paged ones by their tile, streamed ones by programs a processor or least units of a share."""
 

@@ -1,8 +1,10 @@
 """`pdserve serve`: a whole cluster on this machine, until it is told to stop."""
 
+import secrets
 import signal
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import Annotated, Literal
 
@@ -22,9 +24,10 @@ from pdserve.config.engine import (
 )
 from pdserve.config.load import from_pairs, parse_size
 from pdserve.config.log_level import LogLevel
-from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.config.worker import TRANSPORTS, FaultConfig, HandoffConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
+from pdserve.rpc.stage_handshake import check_token
 
 EXIT_FORCED = 1
 """The user asked for it, but requests were cut."""
@@ -134,6 +137,14 @@ def serve(
             show_envvar=True, help="The same here and for pdserve stage. The variable hides it."
         ),
     ] = None,
+    transports: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="What KV may travel over, the preferred first.",
+            show_default=",".join(TRANSPORTS),
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(help="Reuse KV of shared prefixes."),
@@ -189,6 +200,12 @@ def serve(
         bool,
         typer.Option("--ray-dashboard", help="With Ray's dashboard, on loopback."),
     ] = False,
+    ray_nodes: Annotated[
+        Literal["here", "any"],
+        typer.Option(
+            help="Where replicas may be: on this machine, or on any node, listening on its address."
+        ),
+    ] = "here",
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
@@ -253,18 +270,41 @@ def serve(
         drain_timeout_s=drain_timeout_s,
         log_level=log_level or default_log_level(),
         span_folder=span_folder,
-        handoff=from_pairs(HandoffConfig, handoff or (), "--handoff"),
+        handoff=_order_transports(
+            from_pairs(HandoffConfig, handoff or (), "--handoff"), transports
+        ),
         prefill_faults=from_pairs(FaultConfig, prefill_fault or (), "--prefill-fault"),
         decode_faults=from_pairs(FaultConfig, decode_fault or (), "--decode-fault"),
     )
     place: Place | None = None
     if launcher == "ray":
         engines = {Role.PREFILL: config.engine, Role.DECODE: config.decode_engine}
-        ray = RayConfig(address=ray_address, has_dashboard=ray_dashboard)
+        ray = RayConfig(
+            address=ray_address, has_dashboard=ray_dashboard, is_anywhere=ray_nodes == "any"
+        )
+        check_reach(config, ray)
         place = RayPlace(ray, report=write_line, engines=engines)
-    elif ray_address is not None or ray_dashboard:
-        raise ConfigError("--ray-address and --ray-dashboard need --launcher ray")
+        if config.stage_token is None:
+            config = replace(config, stage_token=secrets.token_hex(32))
+    elif ray_address is not None or ray_dashboard or ray_nodes == "any":
+        raise ConfigError("--ray-address, --ray-dashboard and --ray-nodes need --launcher ray")
+    elif config.spread_stages:
+        check_token(config.stage_token)
     return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line, place=place))
+
+
+def check_reach(config: ClusterConfig, ray: RayConfig) -> None:
+    """Refuses replicas on other nodes that could not reach what is here.
+
+    Raises:
+        ConfigError: the router, or Redis, listens on loopback alone.
+    """
+    if not ray.is_anywhere:
+        return
+    if ray.address is None:
+        raise ConfigError("--ray-nodes any needs --ray-address: a cluster of our own has one node")
+    if config.redis_url is None:
+        raise ConfigError("--ray-nodes any needs --redis, at an address that all nodes can reach")
 
 
 def run_until_signal(cluster: LocalCluster) -> int:
@@ -319,6 +359,15 @@ def describe(cluster: LocalCluster) -> list[str]:
 def write_line(line: str) -> None:
     """Writes one line to stderr; stdout stays free."""
     line_output.write_line(sys.stderr, line)
+
+
+def _order_transports(handoff: HandoffConfig, text: str | None) -> HandoffConfig:
+    if text is None:
+        return handoff
+    try:
+        return replace(handoff, transports=tuple(text.replace(",", " ").split()))
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
 
 
 def _size(text: str | None, flag: str) -> int | None:

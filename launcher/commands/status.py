@@ -81,6 +81,10 @@ def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
         "incarnation": f"{worker.incarnation:016x}",
         "face_pid": worker.face_pid,
         "rank_pids": list(worker.rank_pids),
+        "ranks": [
+            {"rank": rank.rank, "stage": rank.stage, "node": rank.node, "pid": rank.pid}
+            for rank in worker.ranks
+        ],
         "num_waiting": load.num_waiting,
         "num_running": load.num_running,
         "queued_tokens": load.queued_tokens,
@@ -97,6 +101,7 @@ def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
                 "bytes_received": link.bytes_received,
                 "frames_in_flight": link.frames_in_flight,
                 "epoch": link.epoch,
+                "failures": list(link.failures),
             }
             for link in worker.links
         ],
@@ -105,7 +110,7 @@ def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
 
 def workers_table(workers: Iterable[inference_pb2.WorkerInfo]) -> Table:
     """Draws one line per worker."""
-    table = Table("worker", "state", "face pid", "rank pids", "waiting", "running")
+    table = Table("worker", "state", "face pid", "ranks: node, pids", "waiting", "running")
     table.add_column("KV blocks used")
     table.add_column("links")
     for worker in workers:
@@ -115,17 +120,27 @@ def workers_table(workers: Iterable[inference_pb2.WorkerInfo]) -> Table:
             continue
         used = load.active_blocks + load.reserved_blocks
         links = [
-            f"{link.peer_worker_id} {(link.bytes_sent + link.bytes_received) / 2**20:.1f} MiB"
+            f"{link.peer_worker_id} {link.transport} "
+            f"{(link.bytes_sent + link.bytes_received) / 2**20:.1f} MiB"
+            + "".join(f" ({failure})" for failure in link.failures)
             for link in worker.links
         ]
         table.add_row(
             worker.worker_id,
             worker.state,
             str(worker.face_pid or ""),
-            " ".join(str(pid) for pid in worker.rank_pids),
+            show_ranks(worker.ranks),
             str(load.num_waiting),
             str(load.num_running),
             f"{used} of {load.total_blocks} ({load.cached_blocks} cached)",
             ", ".join(links),
         )
     return table
+
+
+def show_ranks(ranks: Iterable[inference_pb2.RankInfo]) -> str:
+    """Returns the process ids of ranks in their order, a line for each node."""
+    by_node: dict[str, list[str]] = {}
+    for rank in ranks:
+        by_node.setdefault(rank.node, []).append(str(rank.pid))
+    return "\n".join(f"{node} {' '.join(pids)}" for node, pids in by_node.items())

@@ -4,27 +4,27 @@ Letters: L layer, K key or value, B block, S slot, T token, H KV head, D head di
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.cache.kv_frame import FRAME_DTYPES, decode_values, encode_values
 from pdserve.cache.kv_region import KvRegion
 from pdserve.config.model import KvGeometry
-from pdserve.config.shape import ITEM_BYTES, RankPart
+from pdserve.config.shape import ITEM_BYTES, RankPart, count_frame_bytes
 from pdserve.request import BlockId
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {name: FRAME_DTYPES[name] for name in ITEM_BYTES}
+"""Of KV in memory."""
 
 
 class KvTensors:
     """KV blocks of a rank's layers and heads in one tensor. Only the model's thread may use it.
 
-    On a GPU, frames pass through pinned host memory on a stream of their own, which waits for no
-    step: what is packed was computed by a step that has ended, and no step in flight touches blocks
-    that frames land in. Both calls return when their copy is done.
+    On a GPU, frames are packed and scattered by `pdserve.cuda.kv_traffic`; `pack` and `scatter`
+    do the same in plain torch.
     """
 
     def __init__(
@@ -56,15 +56,10 @@ class KvTensors:
             geometry.head_dim,
         )
         dtype = TORCH_DTYPES[geometry.dtype]
-        self._traffic: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            self._blocks_LKBSHD = torch.zeros(shape, dtype=dtype, device=self.device)
-            # Before the step in flight: a frame is small and its link waits.
-            self._traffic = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                self.device, priority=-1
-            )
-        else:
+        if self.device.type == "cpu":
             self._blocks_LKBSHD = _make_zeros(shape, dtype)
+        else:
+            self._blocks_LKBSHD = torch.zeros(shape, dtype=dtype, device=self.device)
         # Made once: two views a layer and step took 1 % of decoding one sequence.
         self._layers = tuple(
             (part[0].flatten(0, 1), part[1].flatten(0, 1)) for part in self._blocks_LKBSHD
@@ -80,8 +75,8 @@ class KvTensors:
 
     def frame_bytes(self, region: KvRegion) -> int:
         """Returns the size of a frame."""
-        num_heads = region.num_tokens * len(region.layers) * len(region.heads)
-        return 2 * num_heads * self.geometry.head_dim * ITEM_BYTES[region.dtype]
+        num_rows = 2 * region.num_tokens * len(region.layers) * len(region.heads)
+        return count_frame_bytes(num_rows, self.geometry.head_dim, region.dtype)
 
     def pack(self, region: KvRegion) -> Tensor:
         """Copies a region into a new frame in layout LKTHD.
@@ -92,15 +87,8 @@ class KvTensors:
         Raises:
             ValueError: the region reaches beyond this rank's memory.
         """
-        with self._own_stream():
-            slots, index = self._select(region)
-            picked = slots.index_select(2, index).to(TORCH_DTYPES[region.dtype])
-            frame = picked.view(-1).view(torch.uint8)
-            if self._traffic is None:
-                return frame
-            host = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=True)
-            host.copy_(frame, non_blocking=True)
-        return host
+        slots, index = self._select(region)
+        return encode_values(slots.index_select(2, index), region.dtype).cpu()
 
     def scatter(self, region: KvRegion, payload: Tensor) -> None:
         """Writes a frame made by `pack` into a region; no other slot is touched.
@@ -113,6 +101,18 @@ class KvTensors:
             ValueError: the region reaches beyond this rank's memory, a block is named twice, or
                 the payload has another size or type.
         """
+        self.check_target(region, payload)
+        slots, index = self._select(region)
+        shape = (*slots.shape[:2], len(index), *slots.shape[3:])
+        values = decode_values(payload.to(self.device), shape, region.dtype)
+        slots.index_copy_(2, index, values.to(slots.dtype))
+
+    def check_target(self, region: KvRegion, payload: Tensor) -> None:
+        """Checks that a frame may be written to a region.
+
+        Raises:
+            ValueError: a block is named twice, or the payload has another size or type.
+        """
         if len(set(region.block_ids)) != len(region.block_ids):
             raise ValueError("a frame cannot write one block twice")
         expected_bytes = self.frame_bytes(region)
@@ -120,39 +120,12 @@ class KvTensors:
             raise ValueError(f"payload must be 1-D uint8, got {payload.dim()}-D {payload.dtype}")
         if payload.numel() != expected_bytes:
             raise ValueError(f"payload must be {expected_bytes} bytes, got {payload.numel()}")
-        item_bytes = ITEM_BYTES[region.dtype]
-        is_aligned = payload.is_contiguous() and payload.data_ptr() % item_bytes == 0
-        aligned = payload if is_aligned else payload.clone(memory_format=torch.contiguous_format)
-        with self._own_stream():
-            slots, index = self._select(region)
-            shape = (*slots.shape[:2], len(index), *slots.shape[3:])
-            source = aligned.view(TORCH_DTYPES[region.dtype]).view(shape)
-            source = source.to(self.device, non_blocking=True)
-            slots.index_copy_(2, index, source.to(slots.dtype))
 
-    def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copies one block over all layers.
+    def view(self, region: KvRegion) -> Tensor:
+        """Returns all blocks, of a region's layers and heads only: LKBSHD.
 
         Raises:
-            ValueError: a block id is out of range.
-        """
-        self._check_blocks((source, target))
-        self._blocks_LKBSHD[:, :, target] = self._blocks_LKBSHD[:, :, source]
-
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Runs copies of frames beside the steps, and waits for them at the end."""
-        if self._traffic is None:
-            yield
-            return
-        with torch.cuda.stream(self._traffic):
-            yield
-        self._traffic.synchronize()
-
-    def _select(self, region: KvRegion) -> tuple[Tensor, Tensor]:
-        """Returns a view of the region's layers and heads, and what to pick along its third axis.
-
-        Whole blocks are picked as such: longer runs to copy, and no index per token.
+            ValueError: the region reaches beyond this rank's memory.
         """
         self._check_blocks(region.block_ids)
         layers = _within(region.layers, self.part.layers, "layers")
@@ -165,12 +138,30 @@ class KvTensors:
                 f"{region.num_tokens} tokens from slot {region.offset} on do not lie in "
                 f"{len(region.block_ids)} blocks of {size}"
             )
-        memory, index = self._blocks_LKBSHD, torch.tensor(region.block_ids, dtype=torch.int64)
-        if region.num_tokens < room:
-            memory = memory.flatten(2, 3)
+        return self._blocks_LKBSHD[layers.start : layers.stop, ..., heads.start : heads.stop, :]
+
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Copies one block over all layers.
+
+        Raises:
+            ValueError: a block id is out of range.
+        """
+        self._check_blocks((source, target))
+        self._blocks_LKBSHD[:, :, target] = self._blocks_LKBSHD[:, :, source]
+
+    def _select(self, region: KvRegion) -> tuple[Tensor, Tensor]:
+        """Returns a view of the region's layers and heads, and what to pick along its third axis.
+
+        Whole blocks are picked as such: longer runs to copy, and no index per token.
+        """
+        values = self.view(region)
+        size = self.geometry.block_size
+        index = torch.tensor(region.block_ids, dtype=torch.int64)
+        if region.num_tokens < len(region.block_ids) * size:
+            end = region.offset + region.num_tokens
+            values = values.flatten(2, 3)
             index = (index[:, None] * size + torch.arange(size)).flatten()[region.offset : end]
-        picked = memory[layers.start : layers.stop, ..., heads.start : heads.stop, :]
-        return picked, index.to(self.device)
+        return values, index.to(self.device)
 
     def _check_blocks(self, block_ids: Sequence[BlockId]) -> None:
         if not block_ids:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pdserve.errors import ConfigError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of one value in memory and on the wire."""
+"""Bytes of one value in memory."""
+SCALED_DTYPE = "fp8"
+"""On the wire alone: values of one byte, e4m3, and a float32 scale for each head of each token."""
+WIRE_BYTES = {**ITEM_BYTES, SCALED_DTYPE: 1}
+"""Bytes of one value in a frame."""
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +38,17 @@ class RankPart:
     """Of the model."""
     kv_heads: range
     """Of the model."""
+
+
+def count_value_bytes(num_rows: int, head_dim: int, dtype: str) -> int:
+    """Returns the bytes of a frame's values, `num_rows` heads of keys or values; whole words."""
+    return -(-num_rows * head_dim * WIRE_BYTES[dtype] // SCALE_BYTES) * SCALE_BYTES
+
+
+def count_frame_bytes(num_rows: int, head_dim: int, dtype: str) -> int:
+    """Returns the bytes of a frame: its values, then the scales of all rows if it has any."""
+    scales = num_rows * SCALE_BYTES if dtype == SCALED_DTYPE else 0
+    return count_value_bytes(num_rows, head_dim, dtype) + scales
 
 
 def split_evenly(count: int, num_parts: int) -> tuple[range, ...]:

@@ -20,12 +20,13 @@ def worker_config_from_json(text: str) -> WorkerConfig:
         ConfigError: a value fails the checks of its type.
     """
     fields = json.loads(text)
+    handoff = {**fields["handoff"], "transports": tuple(fields["handoff"]["transports"])}
     return WorkerConfig(
         **{
             **fields,
             "role": Role(fields["role"]),
             "engine": EngineConfig(**fields["engine"]),
-            "handoff": HandoffConfig(**fields["handoff"]),
+            "handoff": HandoffConfig(**handoff),
             "faults": FaultConfig(**fields["faults"]),
         }
     )

@@ -8,19 +8,29 @@ from pdserve.config.log_level import LogLevel
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
-WireDtype = Literal["auto", "float32", "bfloat16"]
+WireDtype = Literal["auto", "float32", "bfloat16", "fp8"]
+TRANSPORTS = ("push", "nccl", "gloo")
+"""All there are, the fastest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandoffConfig:
     """How KV moves from prefill to decode."""
 
-    frame_tokens: int = 256
-    """Prompt tokens in one frame; a multiple of the block size."""
+    frame_tokens: int | None = None
+    """Prompt tokens in one frame, a multiple of the block size; None: as many as fill 64 MiB on a
+    GPU, 6 MiB on a CPU, with what one rank holds of them."""
     frame_layers: int | None = None
     """Layers in one frame, said by the decode worker; None: all that two ranks have in common."""
     ring_slots: int = 4
     """Landing slots per link; bounds the frames in flight."""
+    transports: tuple[str, ...] = TRANSPORTS
+    """What links may use, the preferred first. `push` needs two GPUs of one host, or one GPU,
+    `nccl` two GPUs, `gloo` nothing; of each pair of ranks the decode worker chooses."""
+    max_device_links: int = 4
+    """Links of one rank that hold GPU memory; the least recently used one makes room."""
+    nccl_max_ctas: int = 16
+    """Thread blocks that one NCCL transfer may occupy."""
     lease_s: float = 10.0
     """A reservation, or KV held for one, outlives its peer by this long."""
     look_ahead: int = 4
@@ -37,7 +47,29 @@ class HandoffConfig:
     """While somebody's KV is on its way, a decode step is launched only shortly before the one in
     flight ends, so that what lands until then is in it."""
     wire_dtype: WireDtype = "auto"
-    """Of the KV on the wire, said by the decode worker; auto: the narrower of both caches'."""
+    """Of the KV on the wire, said by the decode worker; auto: the narrower of both caches'. fp8
+    halves the bytes of bfloat16 and rounds: e4m3, a scale for each head of each token."""
+
+    def __post_init__(self) -> None:
+        """Checks the order of transports, and limits.
+
+        Raises:
+            ConfigError: a transport is not known, named twice, or there is none; or a limit is
+                below 1.
+        """
+        wished = self.transports
+        if not wished or len(set(wished)) < len(wished) or not set(wished) <= set(TRANSPORTS):
+            raise ConfigError(
+                f"transports must be some of {', '.join(TRANSPORTS)}, each once, "
+                f"got {' '.join(wished)[:64]!r}"
+            )
+        for name, value in (
+            ("ring_slots", self.ring_slots),
+            ("max_device_links", self.max_device_links),
+            ("nccl_max_ctas", self.nccl_max_ctas),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +132,12 @@ class WorkerConfig:
         """Checks that frames hold whole blocks and whole layers, and the range of times.
 
         Raises:
-            ConfigError: frame_tokens is no multiple of block_size, frame_layers not positive, or a
-                time is none.
+            ConfigError: frame_tokens is no multiple of block_size, or frame_layers or a time not
+                positive.
         """
         if self.handoff.frame_layers is not None and self.handoff.frame_layers < 1:
             raise ConfigError(f"frame_layers must be at least 1, got {self.handoff.frame_layers}")
-        if self.handoff.frame_tokens % self.engine.block_size:
+        if (self.handoff.frame_tokens or 0) % self.engine.block_size:
             raise ConfigError(
                 f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "
                 f"got {self.handoff.frame_tokens}"
@@ -117,3 +149,8 @@ class WorkerConfig:
     def has_remote_stages(self) -> bool:
         """Whether some ranks are on other nodes than the face."""
         return self.spread_stages and self.engine.pipeline_parallel > 1
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks on the node of the face."""
+        return self.engine.tensor_parallel if self.spread_stages else self.engine.num_ranks

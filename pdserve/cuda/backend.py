@@ -257,13 +257,14 @@ def _fit_kv(
         own_bytes=free_at_start - free_bytes,
         passing_bytes=passing_bytes,
         graph_bytes=graph_bytes,
+        link_bytes=job.link_bytes,
         utilization=job.engine.gpu_memory_utilization,
     )
     report(
         "measure memory",
         clock.now() - started_s,
         f"{picture.own_bytes // MIB} MiB taken, {passing_bytes // MIB} MiB now and then, "
-        f"{graph_bytes // MIB} MiB for graphs",
+        f"{graph_bytes // MIB} MiB for graphs, {job.link_bytes // MIB} MiB kept for links",
     )
     num_blocks = fit_blocks(
         picture,

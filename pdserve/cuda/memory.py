@@ -22,6 +22,8 @@ class MemoryPicture:
     """Taken and given back within a step, at most."""
     graph_bytes: int
     """What graphs will take, as one of them has."""
+    link_bytes: int = 0
+    """What links may take later."""
     utilization: float
     """Share of the total that this process may take."""
 
@@ -30,7 +32,7 @@ class MemoryPicture:
         """What is left for KV, not below 0."""
         allowed = int(self.total_bytes * self.utilization) - self.own_bytes
         room = min(allowed, self.free_bytes - MARGIN_BYTES)
-        room -= self.passing_bytes + self.graph_bytes
+        room -= self.passing_bytes + self.graph_bytes + self.link_bytes
         return max(0, room)
 
 

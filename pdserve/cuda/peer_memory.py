@@ -12,13 +12,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pdserve.cuda.faults import DeviceFault
+
 HANDLE_BYTES = 64
 ALIGNMENT_BYTES = 2 * 1024 * 1024
 """Smaller buffers would share a page, and so a handle, with others."""
 _LAZY_PEER_ACCESS = 1
 
 
-class CudaFault(RuntimeError):
+class CudaFault(DeviceFault):
     """A call of the CUDA runtime failed."""
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.cuda.device import Device
-from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
-from pdserve.errors import WorkerLost
+from pdserve.cuda.peer_memory import CudaFault, OpenedBuffer, PeerBuffer
+from pdserve.errors import ConfigError, WorkerLost
 from pdserve.kernels.all_gather import gather_over_ranks
 from pdserve.kernels.all_reduce import add_norm_over_ranks
 from pdserve.kernels.peer_ring import EMPTY_WORD, NUM_SLOTS, NUM_STATE_WORDS, PeerRing
@@ -233,6 +233,9 @@ def connect_tensor_ranks(
         device: of this rank.
         kind: how memory is shared; None: between GPUs.
         is_deterministic: no row's bits depend on how many there are.
+
+    Raises:
+        ConfigError: the GPUs cannot reach each other.
     """
     kind = kind or share_device_memory(device.torch_device)
     shape = (NUM_SLOTS.value, len(members) - 1, -(-num_bytes // 16) * 4)
@@ -245,10 +248,16 @@ def connect_tensor_ranks(
     view(own).fill_(EMPTY_WORD.value)
     device.synchronize()
     handles = exchange.exchange("rings", handle)
-    memory = [
-        own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words)
-        for rank in members
-    ]
+    try:
+        memory = [
+            own if rank == exchange.rank else kind.open(handles[rank], 4 * num_words)
+            for rank in members
+        ]
+    except CudaFault as error:
+        raise ConfigError(
+            "tensor_parallel_size: the GPUs of a replica must reach each other's memory, as over "
+            f"NVLink: {error}"
+        ) from None
     rings = tuple(view(one) for one in memory)
     ring = PeerRing(
         rank=members.index(exchange.rank),

@@ -56,6 +56,11 @@ class StepPipeline:
         """The step whose result is taken next; None if nothing is in flight."""
         return self._launched[0].pending if self._launched else None
 
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Tokens of all steps in flight."""
+        return sum(launched.plan.num_tokens for launched in self._launched)
+
     def poll(self) -> EndedStep | None:
         """Launches as many steps as may and can be, and ends the oldest one if it is over.
 

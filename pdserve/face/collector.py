@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.config.worker import TRANSPORTS
 from pdserve.rpc.v1 import rank_pb2
 
 _LABELS = ("model_name", "engine", "role")
@@ -30,10 +31,24 @@ class WorkerCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=_LABELS)
             gauge.add_metric(self._values, value)
             yield gauge
+        yield from self._links()
         for name, text, value in self._counters():
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(self._values, value)
             yield counter
+
+    def _links(self) -> Iterator[Metric]:
+        links = self._heartbeat.links
+        labels = (*_LABELS, "transport")
+        live = GaugeMetricFamily("pdserve_links", "Live links of rank 0.", labels=labels)
+        for transport in TRANSPORTS:
+            count = sum(link.transport == transport for link in links)
+            live.add_metric((*self._values, transport), count)
+        yield live
+        text = "Live links of rank 0 for which a preferred transport did not come up."
+        fallen = GaugeMetricFamily("pdserve_links_fallen_back", text, labels=_LABELS)
+        fallen.add_metric(self._values, sum(bool(link.failures) for link in links))
+        yield fallen
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         load = self._heartbeat.load

@@ -91,6 +91,7 @@ class Face:
             on_heartbeat=self._on_heartbeat,
             on_peer_call=self._on_peer_call,
             on_phase=self._on_phase,
+            on_leaving=self._on_signal,
         )
         server = make_server(*service_names)
         port = server.bind(config.host, config.port)

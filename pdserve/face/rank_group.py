@@ -182,6 +182,7 @@ async def start_ranks(
                 channel=claimed.orders,
                 silence_s=config.stage_silence_s,
                 on_key=relay.put,
+                on_leaving=handlers.on_leaving,
                 compatibility_digest=digest,
             )
             for claimed in stages

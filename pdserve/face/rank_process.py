@@ -32,6 +32,8 @@ class RankHandlers:
     on_heartbeat: Callable[[rank_pb2.RankHeartbeat], None]
     on_peer_call: Callable[[int, rank_pb2.PeerCall], None]
     on_phase: Callable[[rank_pb2.RankPhase], None]
+    on_leaving: Callable[[], None]
+    """A stage on another node has been told to end."""
     on_key: Callable[[int, rank_pb2.StoreKey], None] = _ignore_key
     """Takes the rank, too."""
 

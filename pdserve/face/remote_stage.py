@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import ConfigError, WorkerLost
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
+from pdserve.rpc.stage_handshake import receive_from_stage
 from pdserve.rpc.v1 import rank_pb2, stage_pb2
-from pdserve.stage.handshake import receive_from_stage
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ class RemoteStage:
     channel: AsyncChannel
     silence_s: float
     on_key: Callable[[int, rank_pb2.StoreKey], None]
+    on_leaving: Callable[[], None]
+    """Called when the stage's holder was told to end."""
     compatibility_digest: bytes
     """Of the face's model: the stage must have the same."""
     pids: tuple[int, ...] = ()
@@ -94,6 +96,8 @@ class RemoteStage:
         match message.WhichOneof("message"):
             case "started":
                 self._note_start(message.started)
+            case "leaving":
+                self.on_leaving()
             case "beat":
                 self.num_refused = message.beat.num_refused
             case "from_rank":

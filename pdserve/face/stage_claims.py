@@ -12,14 +12,12 @@ from pdserve.errors import ConfigError, WorkerLost
 from pdserve.registry.base import Registry, RegistryUnavailable, StageRecord
 from pdserve.request import Incarnation, WorkerId
 from pdserve.rpc.channel import AsyncChannel, prepare_stream
-from pdserve.stage.handshake import MAX_HELLO_BYTES, Claim, check_token, knock
+from pdserve.rpc.stage_handshake import MAX_HELLO_BYTES, Claim, check_token, knock
 from pdserve.version import VERSION
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
-_PATIENCE_S = 5.0
-"""After this long without all stages, people are told; and again after each such time, doubled."""
 _CLAIM_TIMEOUT_S = 10.0
 """The holder may have to end the ranks of the face before."""
 
@@ -50,6 +48,8 @@ class StageClaimer:
     registry: Registry
     say: Callable[[str], None]
     """Prints a line for people."""
+    patience_s: float = 5.0
+    """After so long without all stages, people are told; again after twice as long, and so on."""
 
     async def claim_all(self) -> tuple[ClaimedStage, ...]:
         """Returns all stages but the first, in their order, once each is registered and claimed.
@@ -62,7 +62,8 @@ class StageClaimer:
         wanted = range(1, self.config.engine.pipeline_parallel)
         with ExitStack() as held:
             clock = asyncio.get_running_loop().time
-            next_word_s, patience_s = clock() + _PATIENCE_S, _PATIENCE_S
+            patience_s = self.patience_s
+            next_word_s = clock() + patience_s
             reason = "none is registered"
             while len(claimed) < len(wanted):
                 for record in await self._find():

@@ -6,7 +6,8 @@ B sequences, T query tokens per sequence; GT is G times T.
 The G * T rows that share a KV head go through the tensor cores as one matrix, so that KV is read
 once. The KV of all sequences is dealt out to a fixed number of programs, so that the grid depends
 on no length (`pdserve.kernels.decode_shares`); a second kernel adds the pieces of a sequence up,
-always in their order (Flash-Decoding, https://pytorch.org/blog/flash-decoding/).
+always in their order (Flash-Decoding, https://pytorch.org/blog/flash-decoding/). On Hopper another
+kernel does all of it in one launch (`pdserve.kernels.streamed_attention`).
 """
 
 from dataclasses import dataclass

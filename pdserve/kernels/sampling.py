@@ -30,7 +30,8 @@ from pdserve.kernels.vocabulary_search import search_kernel
 
 SEARCH_BLOCK = 4096
 """Tokens that a program of the search reads at a time."""
-SEARCH_WARPS = 16
+SEARCH_WARPS = 32
+"""Of an H200's sweep the quickest at 1, 64 and 256 rows, by 3, 4 and 15 % over 16."""
 
 
 def sample_rows(

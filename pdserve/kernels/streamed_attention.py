@@ -45,7 +45,7 @@ class StreamTuning:
     programs_per_sm: int = 2
     num_stages: int = 8
     """Tiles in shared memory, or as many as fit."""
-    least_units: int = 8
+    least_units: int = 4
     """Shares are no smaller."""
 
 

@@ -6,7 +6,7 @@ Letters as in `pdserve.kernels.decode_attention`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MERGE_SUMS = gl.constexpr(16384)
+MERGE_SUMS = gl.constexpr(8192)
 """Of pieces that are loaded together."""
 
 

@@ -227,7 +227,6 @@ def search_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_wide_ptr + row) != 0:
-        tl.store(is_wide_ptr + row, 0)
         row_ptr = logits_ptr + row * logits_stride
         field_ptr = fields_ptr + row * 8
         ids_ptr = candidates_ptr + row * candidates_stride
@@ -304,3 +303,6 @@ def search_kernel(
             out_logprobs_ptr,
             HAS_LOGPROBS,
         )
+        # Not before: each warp reads the mark by itself, and one that came late would find it gone
+        # and leave the others alone at their barriers (an illegal access, seen with 32 warps).
+        tl.store(is_wide_ptr + row, 0)

@@ -60,6 +60,8 @@ class LoadJob:
     shard: Shard | None
     """None for an only rank."""
     max_model_len: int
+    link_bytes: int = 0
+    """Of the device's memory that links may take later."""
     exchange: RankExchange | None = None
     """Of all ranks; None for an only rank, and on the CPU, where `shard` connects them."""
 

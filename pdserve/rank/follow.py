@@ -1,5 +1,6 @@
 """The life of a rank that is not the first: it loads its part and does what rank 0 says."""
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -89,6 +90,9 @@ def follow(
         tell=leader.tell,
     )
     with closing(build(context)) as follower:
+        # As on rank 0: all ranks wait for one whose collector walks over what was loaded.
+        gc.collect()
+        gc.freeze()
         ready = rank_pb2.FollowerReady(link=follower.link)
         leader.tell(rank_pb2.FromFollower(ready=ready))
         leader.read_into(inbox)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.config.engine import EngineConfig
+from pdserve.config.link_memory import link_memory_bytes
 from pdserve.config.load import cache_folder
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.worker import WorkerConfig
@@ -88,6 +89,7 @@ def load_rank(
         part=geometry.parts[arguments.rank],
         shard=shard,
         max_model_len=max_model_len,
+        link_bytes=link_memory_bytes(config.handoff, geometry, arguments.rank, config.role),
         exchange=exchange,
     )
     parts = choose_backend(config.engine).load(job, clock, report)

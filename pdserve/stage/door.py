@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pdserve.errors import ConfigError
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
 from pdserve.rpc.server import join_address, resolve_host
-from pdserve.stage.handshake import MAX_HELLO_BYTES, Claim, HelloRefused, admit
+from pdserve.rpc.stage_handshake import MAX_HELLO_BYTES, Claim, HelloRefused, admit
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,14 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from pdserve.config.stage import StageConfig
 from pdserve.registry.base import Registry, RegistryUnavailable, StageRecord
 from pdserve.request import Incarnation, Role, WorkerId
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
+from pdserve.rpc.stage_handshake import Claim, accept, check_token
 from pdserve.stage.door import Door
-from pdserve.stage.handshake import Claim, accept, check_token
 from pdserve.stage.life import StageLife
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,15 @@ class StageHolder:
         """Of claims: one life ends before the next begins."""
 
     async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT."""
+        """Serves until SIGTERM or SIGINT: then the replica drains. A second one ends it at once."""
         config = self._config
-        stopped = asyncio.Event()
+        stopped, cut = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (cut if stopped.is_set() else stopped).set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
         tasks: list[asyncio.Task[None]] = [
             asyncio.create_task(self._keep_registered()),
             asyncio.create_task(
@@ -78,12 +83,28 @@ class StageHolder:
                 if task.done():
                     task.result()
         finally:
-            for task in (*tasks, stopping):
+            stopping.cancel()
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.door.close()
-            await self._end_life()
+            # Before anything else: the face's next incarnation must not come here.
             await self._leave()
+            if stopped.is_set():
+                await self._drain(cut)
+            await self._end_life()
+
+    async def _drain(self, cut: asyncio.Event) -> None:
+        """Waits until the face has let go; it bounds that itself."""
+        life, living = self._life, self._living
+        if life is None or living is None or living.done():
+            return
+        self._say(f"stage {self._config.stage} of {self._config.worker_id} drains")
+        with suppress(ChannelClosed):
+            await life.leave()
+        cutting = asyncio.create_task(cut.wait())
+        await asyncio.wait((living, cutting), return_when=asyncio.FIRST_COMPLETED)
+        cutting.cancel()
 
     async def _keep_registered(self) -> None:
         is_reachable = True

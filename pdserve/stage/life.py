@@ -20,8 +20,8 @@ from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.process import ChildProcess
 from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, prepare_stream
+from pdserve.rpc.stage_handshake import receive_to_stage
 from pdserve.rpc.v1 import rank_pb2, stage_pb2
-from pdserve.stage.handshake import receive_to_stage
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,14 @@ class StageLife:
         if rank in self._steps:
             self._steps[rank].close()
         self._steps[rank] = channel
+
+    async def leave(self) -> None:
+        """Asks the face to drain and to let go of this stage.
+
+        Raises:
+            ChannelClosed: it has let go already.
+        """
+        await self._tell(stage_pb2.FromStage(leaving=stage_pb2.StageLeaving()))
 
     async def run(self) -> None:
         """Lives; returns when no process is left."""

@@ -119,6 +119,10 @@ def test_status_lists_every_worker_with_its_pids(cluster: ClusterHarness) -> Non
         assert member.record is not None
         assert workers[member.worker_id]["face_pid"] == member.face_pid
         assert workers[member.worker_id]["rank_pids"] == list(member.record.rank_pids)
+        ranks = workers[member.worker_id]["ranks"]
+        assert [(rank["node"], rank["pid"]) for rank in ranks] == [
+            ("127.0.0.1", pid) for pid in member.record.rank_pids
+        ]
     table = run_pdserve("status", "--address", cluster.cluster.address)
     assert all(worker_id in table.stdout for worker_id in workers)
 

@@ -104,7 +104,10 @@ def peer_of(receiver: FrameReceiver, incarnation: Incarnation = D) -> LinkPeer:
 def outgoing(index: int, num_bytes: int = 100, reservation: bytes = b"r") -> OutgoingFrame:
     payload = (torch.arange(num_bytes) * (index + 3)).to(torch.uint8)
     return OutgoingFrame(
-        reservation_id=ReservationId(reservation), frame_index=index, payload=payload
+        reservation_id=ReservationId(reservation),
+        frame_index=index,
+        num_bytes=num_bytes,
+        payload=payload,
     )
 
 
@@ -370,7 +373,11 @@ def hello(token: bytes, epoch: int = 1) -> bytes:
     return frame_bytes(
         link_pb2.LinkNotice(
             hello=link_pb2.LinkHello(
-                token=token, prefill_worker_id="p", prefill_incarnation=5, epoch=epoch
+                token=token,
+                prefill_worker_id="p",
+                prefill_incarnation=5,
+                epoch=epoch,
+                transports=["gloo"],
             )
         )
     )

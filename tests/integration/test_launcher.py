@@ -261,7 +261,9 @@ def test_a_replica_with_more_ranks_than_gpus_is_refused_before_anything_starts(
         report=lines.append,
         command_of=stand_in,
     )
-    with pytest.raises(ConfigError, match="a decode replica needs 2 GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"a decode replica of 2 tensor ranks .* needs 2 GPUs here"
+    ):
         cluster.start()
     assert cluster.redis is None
     assert lines == []

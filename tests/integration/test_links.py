@@ -144,7 +144,10 @@ def make_pool(inbox: Inbox) -> LinkPool:
 def outgoing(index: int, num_bytes: int) -> OutgoingFrame:
     payload = frame_payload(index, num_bytes)
     return OutgoingFrame(
-        reservation_id=ReservationId(b"r%d" % index), frame_index=index, payload=payload
+        reservation_id=ReservationId(b"r%d" % index),
+        frame_index=index,
+        num_bytes=num_bytes,
+        payload=payload,
     )
 
 

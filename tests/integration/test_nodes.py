@@ -2,8 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from launcher.client import Generation
-from launcher.redis_server import find_program, free_port
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import FaultConfig
 from pdserve.engine.model_runner import ModelRunner
@@ -32,7 +29,7 @@ from tests.support.cluster import (
 from tests.support.generation import generate, make_request, make_runner
 from tests.support.listeners import listeners_of
 from tests.support.models import tiny_llama_folder  # noqa: F401
-from tests.support.net_namespace import NetNamespace, net_namespace
+from tests.support.net_namespace import NetNamespace, net_namespace, start_redis
 from tests.support.oracles import assert_ledger, assert_not_recomputed, assert_one_end
 
 pytestmark = pytest.mark.timeout(180)
@@ -71,6 +68,9 @@ class TwoHosts:
         self.host = host
         self.stage = stage
 
+    def start_another_stage(self) -> None:
+        self.stage = start_stage(self.host, self.harness.cluster.redis_url)
+
     def far_pids(self) -> list[int]:
         return [self.stage.pid, *list_descendants(self.stage.pid)]
 
@@ -92,13 +92,9 @@ class TwoHosts:
 def two_hosts(
     folder: Path, host: NetNamespace, *, tensor: int = 1, **changes: object
 ) -> Iterator[TwoHosts]:
-    port = free_port(host.near)
-    argv = [str(find_program()), "--bind", host.near, "--port", str(port)]
-    argv += ["--save", "", "--protected-mode", "no"]
-    redis = spawn(argv, stdout=subprocess.DEVNULL, name="redis")
-    wait_until(lambda: answers(host.near, port), 10.0)
-    url = f"redis://{host.near}:{port}/0"
+    redis, url = start_redis(host.near)
     stage = start_stage(host, url)
+    two: TwoHosts | None = None
     try:
         with running_cluster(
             folder,
@@ -113,15 +109,11 @@ def two_hosts(
             stage_silence_s=SILENCE_S,
             **changes,
         ) as harness:
-            yield TwoHosts(harness, host, stage)
+            two = TwoHosts(harness, host, stage)
+            yield two
     finally:
-        stage.stop(5.0)
+        (stage if two is None else two.stage).stop(5.0)
         redis.stop(5.0)
-
-
-def answers(host: str, port: int) -> bool:
-    with socket.socket() as connection:
-        return connection.connect_ex((host, port)) == 0
 
 
 def start_stage(host: NetNamespace, url: str, *flags: str, token: str = TOKEN) -> ChildProcess:
@@ -212,3 +204,61 @@ async def test_C3_a_cut_cable_is_noticed_on_both_hosts_and_the_replica_returns_w
                 prompt_ids=PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
             )
             assert list(found.token_ids) == expected_tokens(runner, PROMPTS[0], NUM_TOKENS)
+
+
+async def test_C9_a_frozen_rank_on_the_other_host_is_noticed_and_changes_no_token(
+    tiny_llama_folder: Path,  # noqa: F811
+    runner: ModelRunner,
+    host: NetNamespace,
+) -> None:
+    slow = FaultConfig(step_delay_s=0.02)
+    with two_hosts(tiny_llama_folder, host, decode_faults=slow, frozen_after_s=2.0) as two:
+        async with two.harness.connect() as client:
+            frozen: list[inference_pb2.WorkerInfo] = []
+
+            async def freeze_after_eight(generation: Generation) -> None:
+                if len(generation.token_ids) >= 8 and not frozen:
+                    frozen.append((await client.loads())["decode-0"])
+                    os.kill(frozen[0].ranks[1].pid, signal.SIGSTOP)
+
+            found = await client.generate(
+                prompt_ids=PROMPTS[1],
+                max_tokens=40,
+                temperature=0.0,
+                ignore_eos=True,
+                on_message=freeze_after_eight,
+            )
+            assert frozen, "the request was over too soon"
+            assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
+            await two.wait_return(client, frozen[0].incarnation)
+            assert not any(is_running(rank.pid) for rank in frozen[0].ranks)
+
+
+async def test_C15_a_stage_that_is_told_to_end_lets_its_replica_drain_and_another_takes_over(
+    tiny_llama_folder: Path,  # noqa: F811
+    runner: ModelRunner,
+    host: NetNamespace,
+) -> None:
+    slow = FaultConfig(step_delay_s=0.02)
+    with two_hosts(tiny_llama_folder, host, decode_faults=slow) as two:
+        async with two.harness.connect() as client:
+            before = (await client.loads())["decode-0"]
+
+            def stop_after_eight(generation: Generation) -> None:
+                if len(generation.token_ids) == 8:
+                    two.stage.terminate()
+
+            found = await client.generate(
+                prompt_ids=PROMPTS[1],
+                max_tokens=40,
+                temperature=0.0,
+                ignore_eos=True,
+                on_message=stop_after_eight,
+            )
+            assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
+            assert found.timeline is not None
+            assert found.timeline.attempts == 1
+            wait_until(lambda: two.stage.poll() == 0, 20.0)
+            two.start_another_stage()
+            await two.wait_return(client, before.incarnation)
+            await assert_ledger(client, num_workers=2)

@@ -36,6 +36,7 @@ def phases_of(config: WorkerConfig) -> dict[str, str]:
         on_heartbeat=lambda _: None,
         on_peer_call=lambda *_: None,
         on_phase=note,
+        on_leaving=lambda: None,
     )
 
     async def live() -> None:

@@ -1,6 +1,6 @@
-"""A Ray cluster of two nodes on this machine: each replica whole on one of them, moved if it dies.
+"""A Ray cluster of two nodes on this machine: replicas on one of them, or their stages on both.
 
-The replicas are stand-ins: what is tried is where Ray puts them.
+Where only Ray's choice is tried, the replicas are stand-ins.
 """
 
 import json
@@ -14,11 +14,15 @@ import pytest
 
 from launcher.local_pool import LocalCluster
 from launcher.ray_pool import RayConfig, RayPlace
+from pdserve.config.engine import EngineConfig
+from pdserve.models.registry import load_model
 from pdserve.process import is_running, list_descendants
 from pdserve.request import Role
 from tests.integration.test_launcher import stand_in
-from tests.support.cluster import cluster_config, wait_until
+from tests.support.cluster import ClusterHarness, cluster_config, wait_until
+from tests.support.generation import generate, make_request, make_runner
 from tests.support.models import tiny_llama_folder  # noqa: F401
+from tests.support.oracles import assert_not_recomputed
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +62,7 @@ class RayNodes:
         assert self._read() in ("added", "killed")
 
     def nodes_of(self) -> dict[str, list[str]]:
-        """Returns the node of each rank, by replica and life."""
+        """Returns the node of each bundle, by replica and life."""
         asked = subprocess.run(
             [sys.executable, "-c", ASK, self.address],
             cwd=ROOT,
@@ -122,16 +126,15 @@ def test_replicas_take_a_node_each_whole_and_move_to_another_when_theirs_is_kill
     try:
         cluster.start()
         before = ray_nodes.nodes_of()
-        assert sorted(len(ranks) for ranks in before.values()) == [1, 2, 2]
-        assert all(len(set(ranks)) == 1 for ranks in before.values())
-        assert len({ranks[0] for ranks in before.values()}) == 2
+        assert [len(bundles) for bundles in before.values()] == [1, 1, 1]
+        assert len({bundles[0] for bundles in before.values()}) == 2
         ray_nodes.order("kill")
         ray_nodes.order("add 2")
         wait_until(lambda: sum(m.num_restarts for m in cluster.members()) >= 1, START_S)
         wait_until(lambda: all(m.record is not None for m in cluster.members()), START_S)
         wait_until(lambda: any("starts again" in line for line in lines), 5.0)
         after = ray_nodes.nodes_of()
-        assert sorted(len(ranks) for ranks in after.values()) == [1, 2, 2]
+        assert [len(bundles) for bundles in after.values()] == [1, 1, 1]
         moved = set(after) - set(before)
         assert moved, (before, after)
         lost = {before[name][0] for name in set(before) - set(after)}
@@ -139,6 +142,54 @@ def test_replicas_take_a_node_each_whole_and_move_to_another_when_theirs_is_kill
         assert lost.isdisjoint(node for ranks in after.values() for node in ranks)
     except BaseException:
         print("\n".join(lines))
+        raise
+    finally:
+        cluster.stop()
+
+
+async def test_TOK_stages_spread_over_two_nodes_give_the_tokens_of_one_rank_and_move_if_one_dies(
+    tiny_llama_folder: Path,  # noqa: F811
+    ray_nodes: RayNodes,
+) -> None:
+    engine = EngineConfig(model=str(tiny_llama_folder), max_model_len=1024)
+    runner = make_runner(load_model(tiny_llama_folder, engine), engine)
+    prompt = tuple(range(10, 140))
+    expected = generate(runner, make_request(prompt), 16, range(32))
+    config = cluster_config(
+        tiny_llama_folder, num_prefill=1, decode_pipeline_parallel=2, spread_stages=True,
+        stage_token=secrets.token_hex(16), ready_timeout_s=START_S, drain_timeout_s=5.0,
+    )  # fmt: skip
+    harness = ClusterHarness(config)
+    place = RayPlace(
+        RayConfig(address=ray_nodes.address),
+        report=harness.lines.append,
+        engines={Role.PREFILL: config.engine, Role.DECODE: config.decode_engine},
+    )
+    cluster = harness.cluster = LocalCluster(config, report=harness.lines.append, place=place)
+    try:
+        cluster.start()
+        (stages,) = (
+            nodes for name, nodes in ray_nodes.nodes_of().items() if name.startswith("decode-0")
+        )
+        assert len(set(stages)) == 2
+
+        async def serve() -> None:
+            async with harness.connect() as client:
+                found = await client.generate(
+                    prompt_ids=prompt, max_tokens=16, temperature=0.0, ignore_eos=True
+                )
+                assert list(found.token_ids) == expected
+                assert_not_recomputed(found)
+                assert len((await client.loads())["decode-0"].ranks) == 2
+
+        await serve()
+        ray_nodes.order("kill")
+        ray_nodes.order("add 2")
+        wait_until(lambda: cluster.member("decode-0").num_restarts >= 1, START_S)
+        wait_until(lambda: all(m.record is not None for m in cluster.members()), START_S)
+        await serve()
+    except BaseException:
+        print("\n".join(harness.lines))
         raise
     finally:
         cluster.stop()

@@ -16,6 +16,7 @@ from decode_worker.rank import build_engine as build_decode
 from kv_transfer.events import FrameLanded, FrameSent, LinkId
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
+from pdserve.cache.kv_region import KvRegion
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import HandoffConfig, WorkerConfig
@@ -40,6 +41,7 @@ from pdserve.rpc.v1.types_pb2 import TokenLogprob
 from pdserve.timeline import ManualClock
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.rank import build_engine as build_prefill
+from tests.support.host_device import HostDevice, Network
 from tests.support.late_runner import LateRunner
 
 PREFILL, DECODE = Incarnation(11), Incarnation(22)
@@ -89,10 +91,12 @@ class MemoryLinks:
     corrupt: Callable[[Tensor], None] | None = None
     bytes_sent: int = 0
     log: list[str] = field(default_factory=list)
+    source: KvTensors | None = None
+    """Where frames that are not packed yet lie: they are read when they are delivered."""
     _next_slot: int = 0
 
     def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
-        return len(self.in_flight) < 4
+        return len(self.in_flight) < (4 if self.source is None else 64)
 
     def open(self, peer: LinkPeer) -> None:
         """A link in memory is always there."""
@@ -118,12 +122,16 @@ class MemoryLinks:
     def payload(self, landed: FrameLanded) -> Tensor:
         return self.slots[landed.slot]
 
-    def release_slot(self, landed: FrameLanded) -> None:
+    def release_slot(self, landed: FrameLanded, after: object = None) -> None:
         del self.slots[landed.slot]
 
     def deliver(self) -> tuple[FrameSent, FrameLanded]:
         frame = self.in_flight.popleft()
-        payload = frame.payload.clone()
+        if isinstance(frame.payload, KvRegion):
+            assert self.source is not None
+            payload = self.source.pack(frame.payload)
+        else:
+            payload = frame.payload.clone()
         if self.corrupt is not None:
             self.corrupt(payload)
         self._next_slot += 1
@@ -163,6 +171,7 @@ class EnginePair:
         max_local_prefill_tokens: int | None = None,
         is_overlapped: bool = False,
         make_rank: RankMaker | None = None,
+        reads_blocks: bool = False,
         **engine: object,
     ) -> None:
         self.clock = ManualClock()
@@ -177,6 +186,7 @@ class EnginePair:
         self._handoff = handoff or HandoffConfig(frame_tokens=64)
         self._max_local = max_local_prefill_tokens
         self._is_overlapped = is_overlapped
+        self._reads_blocks = reads_blocks
         self.late_runners: list[LateRunner] = []
         self.prefill_outbox = RecordingOutbox(self.prefill_log)
         self.decode_outbox = RecordingOutbox()
@@ -189,11 +199,16 @@ class EnginePair:
 
     def _build_prefill(self, num_blocks: int) -> PrefillEngine:
         context = self._context(Role.PREFILL, PREFILL, num_blocks, self.prefill_outbox)
-        return build_prefill(context, links=self.links)
+        if not self._reads_blocks:
+            return build_prefill(context, links=self.links)
+        self.links.source = context.kv
+        return build_prefill(context, self.links, HostDevice(context.kv, Network(), uuid="p"))
 
     def _build_decode(self, num_blocks: int) -> DecodeEngine:
         context = self._context(Role.DECODE, DECODE, num_blocks, self.decode_outbox)
-        return build_decode(context, links=self.links)
+        if not self._reads_blocks:
+            return build_decode(context, links=self.links)
+        return build_decode(context, self.links, HostDevice(context.kv, Network(), uuid="d"))
 
     def _context(
         self, role: Role, incarnation: Incarnation, num_blocks: int, outbox: RecordingOutbox

@@ -61,6 +61,7 @@ def send(host: str, port: str, token: str, peer: str, incarnation: str) -> None:
                 frame = OutgoingFrame(
                     reservation_id=ReservationId(bytes.fromhex(reservation)),
                     frame_index=int(index),
+                    num_bytes=int(num_bytes),
                     payload=frame_payload(int(index), int(num_bytes)),
                 )
                 waiting.append(frame)

@@ -7,11 +7,16 @@ import contextlib
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
+
+from launcher.redis_server import find_program, free_port
+from pdserve.process import ChildProcess, spawn
+from tests.support.cluster import wait_until
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,22 @@ class NetNamespace:
 def addresses_in(table: str) -> set[str]:
     """Returns the local addresses of a table of `ss -Htnl`, without their ports."""
     return {line.split()[3].rpartition(":")[0] for line in table.splitlines()}
+
+
+def start_redis(host: str) -> tuple[ChildProcess, str]:
+    """Starts a Redis that answers on one address of this host; returns its URL as well."""
+    port = free_port(host)
+    argv = [str(find_program()), "--bind", host, "--port", str(port)]
+    argv += ["--save", "", "--protected-mode", "no"]
+    redis = spawn(argv, stdout=subprocess.DEVNULL, name="redis")
+    wait_until(lambda: answers(host, port), 10.0)
+    return redis, f"redis://{host}:{port}/0"
+
+
+def answers(host: str, port: int) -> bool:
+    """Says whether anything listens there."""
+    with socket.socket() as connection:
+        return connection.connect_ex((host, port)) == 0
 
 
 def run(*argv: str) -> str:

@@ -17,9 +17,9 @@ from decode_worker.rank import build_engine as build_decode
 from kv_transfer.follower_codec import event_to_wire
 from kv_transfer.follower_desk import FollowerDesk
 from kv_transfer.memory_links import MemoryHub, MemoryReceiver, MemorySender
-from kv_transfer.plan import max_frame_bytes
 from kv_transfer.shipping import RankShipper, RankUnloader
 from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.link_memory import max_frame_bytes
 from pdserve.engine.batch import StepPlan
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_codec import PlanDecoder, PlanEncoder

@@ -530,12 +530,17 @@ class LinkInfo(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     FRAMES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     peer_worker_id: _builtins.str
     transport: _builtins.str
     bytes_sent: _builtins.int
     bytes_received: _builtins.int
     frames_in_flight: _builtins.int
     epoch: _builtins.int
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports that were preferred and did not come up, in words."""
+
     def __init__(
         self,
         *,
@@ -545,10 +550,11 @@ class LinkInfo(_message.Message):
         bytes_received: _builtins.int = ...,
         frames_in_flight: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        failures: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "epoch", b"epoch", "frames_in_flight", b"frames_in_flight", "peer_worker_id", b"peer_worker_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "epoch", b"epoch", "failures", b"failures", "frames_in_flight", b"frames_in_flight", "peer_worker_id", b"peer_worker_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

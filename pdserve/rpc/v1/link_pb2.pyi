@@ -3,8 +3,10 @@
 isort:skip_file
 Notices on the socket between a prefill rank and a decode rank. The KV itself travels on the link's transport."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -26,6 +28,8 @@ class LinkNotice(_message.Message):
     FRAME_READY_FIELD_NUMBER: _builtins.int
     FRAME_POSTED_FIELD_NUMBER: _builtins.int
     BYE_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
+    FRAME_WRITTEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___LinkHello: ...
     @_builtins.property
@@ -38,6 +42,10 @@ class LinkNotice(_message.Message):
     def frame_posted(self) -> Global___FramePosted: ...
     @_builtins.property
     def bye(self) -> Global___LinkBye: ...
+    @_builtins.property
+    def prepared(self) -> Global___LinkPrepared: ...
+    @_builtins.property
+    def frame_written(self) -> Global___FrameWritten: ...
     def __init__(
         self,
         *,
@@ -47,12 +55,14 @@ class LinkNotice(_message.Message):
         frame_ready: Global___FrameReady | None = ...,
         frame_posted: Global___FramePosted | None = ...,
         bye: Global___LinkBye | None = ...,
+        prepared: Global___LinkPrepared | None = ...,
+        frame_written: Global___FrameWritten | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "hello", b"hello", "notice", b"notice", "rendezvous_key", b"rendezvous_key", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "frame_written", b"frame_written", "hello", b"hello", "notice", b"notice", "prepared", b"prepared", "rendezvous_key", b"rendezvous_key", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "hello", b"hello", "notice", b"notice", "rendezvous_key", b"rendezvous_key", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "frame_written", b"frame_written", "hello", b"hello", "notice", b"notice", "prepared", b"prepared", "rendezvous_key", b"rendezvous_key", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_notice: _TypeAlias = _typing.Literal["hello", "welcome", "rendezvous_key", "frame_ready", "frame_posted", "bye"]  # noqa: Y015
+    _WhichOneofReturnType_notice: _TypeAlias = _typing.Literal["hello", "welcome", "rendezvous_key", "frame_ready", "frame_posted", "bye", "prepared", "frame_written"]  # noqa: Y015
     _WhichOneofArgType_notice: _TypeAlias = _typing.Literal["notice", b"notice"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_notice) -> _WhichOneofReturnType_notice | None: ...
 
@@ -67,11 +77,22 @@ class LinkHello(_message.Message):
     PREFILL_INCARNATION_FIELD_NUMBER: _builtins.int
     PREFILL_RANK_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
     token: _builtins.bytes
     prefill_worker_id: _builtins.str
     prefill_incarnation: _builtins.int
     prefill_rank: _builtins.int
     epoch: _builtins.int
+    host_id: _builtins.bytes
+    """Equal on processes that can open each other's device memory."""
+    device_uuid: _builtins.str
+    """Of the GPU that its KV is on; empty on a CPU."""
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the prefill rank may use, the preferred first; none: gloo."""
+
     def __init__(
         self,
         *,
@@ -80,10 +101,13 @@ class LinkHello(_message.Message):
         prefill_incarnation: _builtins.int = ...,
         prefill_rank: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
+        host_id: _builtins.bytes = ...,
+        device_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "prefill_incarnation", b"prefill_incarnation", "prefill_rank", b"prefill_rank", "prefill_worker_id", b"prefill_worker_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "epoch", b"epoch", "host_id", b"host_id", "prefill_incarnation", b"prefill_incarnation", "prefill_rank", b"prefill_rank", "prefill_worker_id", b"prefill_worker_id", "token", b"token", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,6 +115,10 @@ Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
 
 @_typing.final
 class LinkWelcome(_message.Message):
+    """The decode rank's choice. For a transport that has to be prepared both ends answer each other with LinkPrepared; where
+    one failed, another welcome names the next choice.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
@@ -98,11 +126,22 @@ class LinkWelcome(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    RING_HANDLE_FIELD_NUMBER: _builtins.int
+    NCCL_ID_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     decode_incarnation: _builtins.int
     decode_rank: _builtins.int
     transport: _builtins.str
     slot_bytes: _builtins.int
     num_slots: _builtins.int
+    ring_handle: _builtins.bytes
+    """push: what the landing ring is opened with."""
+    nccl_id: _builtins.bytes
+    """nccl: what both ends name their communicator by."""
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What was preferred and did not come up, in words."""
+
     def __init__(
         self,
         *,
@@ -111,14 +150,37 @@ class LinkWelcome(_message.Message):
         transport: _builtins.str = ...,
         slot_bytes: _builtins.int = ...,
         num_slots: _builtins.int = ...,
+        ring_handle: _builtins.bytes = ...,
+        nccl_id: _builtins.bytes = ...,
+        failures: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_rank", b"decode_rank", "num_slots", b"num_slots", "slot_bytes", b"slot_bytes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_rank", b"decode_rank", "failures", b"failures", "nccl_id", b"nccl_id", "num_slots", b"num_slots", "ring_handle", b"ring_handle", "slot_bytes", b"slot_bytes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinkWelcome: _TypeAlias = LinkWelcome  # noqa: Y015
+
+@_typing.final
+class LinkPrepared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: _builtins.int
+    failure: _builtins.str
+    """Empty: this end is ready."""
+    def __init__(
+        self,
+        *,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkPrepared: _TypeAlias = LinkPrepared  # noqa: Y015
 
 @_typing.final
 class RendezvousKey(_message.Message):
@@ -144,7 +206,7 @@ Global___RendezvousKey: _TypeAlias = RendezvousKey  # noqa: Y015
 
 @_typing.final
 class FrameReady(_message.Message):
-    """The sender has a frame ready; it sends once the receiver has posted a landing slot."""
+    """The sender has a frame ready; it sends once the receiver has posted a landing slot. With push it has one already."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -153,12 +215,15 @@ class FrameReady(_message.Message):
     FRAME_INDEX_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     reservation_id: _builtins.bytes
     frame_index: _builtins.int
     num_bytes: _builtins.int
     crc32: _builtins.int
     """Of the payload; absent when checksums are off."""
+    slot: _builtins.int
+    """push: where in the ring it is being written."""
     def __init__(
         self,
         *,
@@ -167,10 +232,11 @@ class FrameReady(_message.Message):
         frame_index: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         crc32: _builtins.int | None = ...,
+        slot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "frame_index", b"frame_index", "num_bytes", b"num_bytes", "reservation_id", b"reservation_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "frame_index", b"frame_index", "num_bytes", b"num_bytes", "reservation_id", b"reservation_id", "sequence", b"sequence", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
     _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
@@ -183,30 +249,66 @@ class FramePosted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
+    slot: _builtins.int
+    """push: a slot that is free; no frame is named."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
+        slot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FramePosted: _TypeAlias = FramePosted  # noqa: Y015
 
 @_typing.final
+class FrameWritten(_message.Message):
+    """On nccl and push: the sender's part is done; with push, the frame lies in its slot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    checksum: _builtins.int
+    """Of the payload; absent when checksums are off."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        checksum: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
+    _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
+
+Global___FrameWritten: _TypeAlias = FrameWritten  # noqa: Y015
+
+@_typing.final
 class LinkBye(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FAILURE_FIELD_NUMBER: _builtins.int
+    failure: _builtins.str
+    """Empty: in good order. The sender of frames closes the socket only when it writes to the ring no more."""
     def __init__(
         self,
+        *,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

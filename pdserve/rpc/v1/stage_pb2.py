@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/rpc/v1/stage.proto\x12\x0epdserve.rpc.v1\"\xf6\x01\n\x07ToStage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StageHelloH\x00\x12+\n\x05proof\x18\x02 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StageProofH\x00\x12+\n\x05start\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StartStageH\x00\x12.\n\x07to_rank\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RankPayloadH\x00\x12)\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x19.pdserve.rpc.v1.StageBeatH\x00\x42\t\n\x07message\"\xb8\x02\n\tFromStage\x12\x33\n\tchallenge\x18\x01 \x01(\x0b\x32\x1e.pdserve.rpc.v1.StageChallengeH\x00\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x1d.pdserve.rpc.v1.StageAcceptedH\x00\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1c.pdserve.rpc.v1.StageStartedH\x00\x12\x30\n\tfrom_rank\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RankPayloadH\x00\x12*\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x19.pdserve.rpc.v1.RankEndedH\x00\x12)\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x19.pdserve.rpc.v1.StageBeatH\x00\x42\t\n\x07message\"n\n\nStageHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x42\x07\n\x05_rank\".\n\x0eStageChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"\x1b\n\nStageProof\x12\r\n\x05proof\x18\x01 \x01(\x0c\".\n\rStageAccepted\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\"/\n\nStartStage\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\tsilence_s\x18\x02 \x01(\x01\"R\n\x0cStageStarted\x12\x0c\n\x04pids\x18\x01 \x03(\r\x12\x1c\n\x14\x63ompatibility_digest\x18\x02 \x01(\x0c\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\",\n\x0bRankPayload\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\")\n\tRankEnded\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06status\x18\x02 \x01(\x05\" \n\tStageBeat\x12\x13\n\x0bnum_refused\x18\x01 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/rpc/v1/stage.proto\x12\x0epdserve.rpc.v1\"\xf6\x01\n\x07ToStage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StageHelloH\x00\x12+\n\x05proof\x18\x02 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StageProofH\x00\x12+\n\x05start\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.StartStageH\x00\x12.\n\x07to_rank\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RankPayloadH\x00\x12)\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x19.pdserve.rpc.v1.StageBeatH\x00\x42\t\n\x07message\"\xe9\x02\n\tFromStage\x12\x33\n\tchallenge\x18\x01 \x01(\x0b\x32\x1e.pdserve.rpc.v1.StageChallengeH\x00\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x1d.pdserve.rpc.v1.StageAcceptedH\x00\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1c.pdserve.rpc.v1.StageStartedH\x00\x12\x30\n\tfrom_rank\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.RankPayloadH\x00\x12*\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x19.pdserve.rpc.v1.RankEndedH\x00\x12)\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x19.pdserve.rpc.v1.StageBeatH\x00\x12/\n\x07leaving\x18\x07 \x01(\x0b\x32\x1c.pdserve.rpc.v1.StageLeavingH\x00\x42\t\n\x07message\"n\n\nStageHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x42\x07\n\x05_rank\".\n\x0eStageChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"\x1b\n\nStageProof\x12\r\n\x05proof\x18\x01 \x01(\x0c\".\n\rStageAccepted\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\"/\n\nStartStage\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\tsilence_s\x18\x02 \x01(\x01\"R\n\x0cStageStarted\x12\x0c\n\x04pids\x18\x01 \x03(\r\x12\x1c\n\x14\x63ompatibility_digest\x18\x02 \x01(\x0c\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\",\n\x0bRankPayload\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\")\n\tRankEnded\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06status\x18\x02 \x01(\x05\"\x0e\n\x0cStageLeaving\" \n\tStageBeat\x12\x13\n\x0bnum_refused\x18\x01 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOSTAGE']._serialized_start=47
   _globals['_TOSTAGE']._serialized_end=293
   _globals['_FROMSTAGE']._serialized_start=296
-  _globals['_FROMSTAGE']._serialized_end=608
-  _globals['_STAGEHELLO']._serialized_start=610
-  _globals['_STAGEHELLO']._serialized_end=720
-  _globals['_STAGECHALLENGE']._serialized_start=722
-  _globals['_STAGECHALLENGE']._serialized_end=768
-  _globals['_STAGEPROOF']._serialized_start=770
-  _globals['_STAGEPROOF']._serialized_end=797
-  _globals['_STAGEACCEPTED']._serialized_start=799
-  _globals['_STAGEACCEPTED']._serialized_end=845
-  _globals['_STARTSTAGE']._serialized_start=847
-  _globals['_STARTSTAGE']._serialized_end=894
-  _globals['_STAGESTARTED']._serialized_start=896
-  _globals['_STAGESTARTED']._serialized_end=978
-  _globals['_RANKPAYLOAD']._serialized_start=980
-  _globals['_RANKPAYLOAD']._serialized_end=1024
-  _globals['_RANKENDED']._serialized_start=1026
-  _globals['_RANKENDED']._serialized_end=1067
-  _globals['_STAGEBEAT']._serialized_start=1069
-  _globals['_STAGEBEAT']._serialized_end=1101
+  _globals['_FROMSTAGE']._serialized_end=657
+  _globals['_STAGEHELLO']._serialized_start=659
+  _globals['_STAGEHELLO']._serialized_end=769
+  _globals['_STAGECHALLENGE']._serialized_start=771
+  _globals['_STAGECHALLENGE']._serialized_end=817
+  _globals['_STAGEPROOF']._serialized_start=819
+  _globals['_STAGEPROOF']._serialized_end=846
+  _globals['_STAGEACCEPTED']._serialized_start=848
+  _globals['_STAGEACCEPTED']._serialized_end=894
+  _globals['_STARTSTAGE']._serialized_start=896
+  _globals['_STARTSTAGE']._serialized_end=943
+  _globals['_STAGESTARTED']._serialized_start=945
+  _globals['_STAGESTARTED']._serialized_end=1027
+  _globals['_RANKPAYLOAD']._serialized_start=1029
+  _globals['_RANKPAYLOAD']._serialized_end=1073
+  _globals['_RANKENDED']._serialized_start=1075
+  _globals['_RANKENDED']._serialized_end=1116
+  _globals['_STAGELEAVING']._serialized_start=1118
+  _globals['_STAGELEAVING']._serialized_end=1132
+  _globals['_STAGEBEAT']._serialized_start=1134
+  _globals['_STAGEBEAT']._serialized_end=1166
 # @@protoc_insertion_point(module_scope)

@@ -71,6 +71,7 @@ class FromStage(_message.Message):
     FROM_RANK_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def challenge(self) -> Global___StageChallenge: ...
     @_builtins.property
@@ -83,6 +84,8 @@ class FromStage(_message.Message):
     def ended(self) -> Global___RankEnded: ...
     @_builtins.property
     def beat(self) -> Global___StageBeat: ...
+    @_builtins.property
+    def leaving(self) -> Global___StageLeaving: ...
     def __init__(
         self,
         *,
@@ -92,12 +95,13 @@ class FromStage(_message.Message):
         from_rank: Global___RankPayload | None = ...,
         ended: Global___RankEnded | None = ...,
         beat: Global___StageBeat | None = ...,
+        leaving: Global___StageLeaving | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "challenge", b"challenge", "ended", b"ended", "from_rank", b"from_rank", "message", b"message", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "challenge", b"challenge", "ended", b"ended", "from_rank", b"from_rank", "leaving", b"leaving", "message", b"message", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "challenge", b"challenge", "ended", b"ended", "from_rank", b"from_rank", "message", b"message", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "challenge", b"challenge", "ended", b"ended", "from_rank", b"from_rank", "leaving", b"leaving", "message", b"message", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["challenge", "accepted", "started", "from_rank", "ended", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["challenge", "accepted", "started", "from_rank", "ended", "beat", "leaving"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -300,6 +304,23 @@ class RankEnded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankEnded: _TypeAlias = RankEnded  # noqa: Y015
+
+@_typing.final
+class StageLeaving(_message.Message):
+    """The holder was told to end: the face should drain, and let go of the stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageLeaving: _TypeAlias = StageLeaving  # noqa: Y015
 
 @_typing.final
 class StageBeat(_message.Message):

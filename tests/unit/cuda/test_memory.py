@@ -29,6 +29,10 @@ def test_kv_takes_the_allowed_share_less_what_is_taken_and_what_graphs_will_take
     assert fit() == (90 - 20 - 1) * GIB // BLOCK
 
 
+def test_what_links_may_take_later_is_kept_for_them() -> None:
+    assert fit(replace(PICTURE, link_bytes=2 * GIB)) == (90 - 20 - 1 - 2) * GIB // BLOCK
+
+
 def test_memory_that_another_process_holds_is_not_counted_on() -> None:
     picture = replace(PICTURE, free_bytes=30 * GIB)
     assert fit(picture) == (29 * GIB - MARGIN_BYTES) // BLOCK

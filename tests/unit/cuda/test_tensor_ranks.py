@@ -4,8 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from pdserve.config.engine import EngineConfig
+from pdserve.cuda.device import Device
+from pdserve.cuda.tensor_ranks import TensorRanks
+from pdserve.errors import WorkerLost
+from pdserve.kernels.peer_ring import EMPTY_WORD, NUM_STATE_WORDS, PeerRing
 from pdserve.models.registry import load_model
 from pdserve.request import SamplingParams
 from tests.support import generation
@@ -66,3 +71,41 @@ def test_random_load_with_two_steps_in_flight_gives_the_cpus_tokens(
     expected = play(whole, 5, theirs, arrivals)
     with device_ranks(engine, tmp_path / "meeting", 8) as (runner, _):
         assert play(engine, 5, runner, arrivals) == expected
+
+
+def make_fake_ranks(num_words: int) -> tuple[TensorRanks, list[torch.Tensor]]:
+    """Rank 0 of two, and both rings; the other sends what a test puts there."""
+    rings = [torch.full((3, 1, num_words), EMPTY_WORD.value, dtype=torch.int32) for _ in range(2)]
+    ring = PeerRing(
+        rank=0,
+        rings=tuple(rings),
+        halves=tuple(one.view(torch.int16) for one in rings),
+        state=torch.zeros(NUM_STATE_WORDS, dtype=torch.int32),
+        max_programs=3,
+        max_polls=2,
+    )
+    return TensorRanks(ring, Device(torch.device("cpu")), ()), rings
+
+
+def test_a_step_larger_than_a_slot_is_summed_in_pieces() -> None:
+    ranks, rings = make_fake_ranks(2 * 16)
+    own, others = torch.randn(2, 5, 16), torch.randn(5, 16)
+    residual, out = torch.randn(5, 16), torch.empty(5, 16)
+    wanted = residual + (own.sum(0) + others)
+    for slot, start in enumerate(range(0, 5, 2)):
+        words = others[start : start + 2].flatten().view(torch.int32)
+        rings[0][slot, 0, : words.numel()] = words
+    ranks.add_norm(own, residual, torch.ones(16), out, epsilon=1e-6)
+    torch.testing.assert_close(residual, wanted)
+    torch.testing.assert_close(out, wanted * wanted.square().mean(1, keepdim=True).rsqrt())
+    ranks.watch().check()
+
+
+def test_B9_a_rank_that_was_missed_is_told_with_the_step() -> None:
+    ranks, _ = make_fake_ranks(16)
+    before = ranks.watch()
+    x = torch.randn(1, 1, 16)
+    ranks.add_norm(x, x[0].clone(), torch.ones(16), x[0].clone(), epsilon=1e-6)
+    before.check()
+    with pytest.raises(WorkerLost, match="did not send its part"):
+        ranks.watch().check()

@@ -21,7 +21,6 @@ from kv_transfer.decode_actions import (
 from kv_transfer.decode_side import DecodeHandoffs
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEvent
 from kv_transfer.memory_links import MemoryHub, MemoryReceiver, MemorySender
-from kv_transfer.plan import max_frame_bytes
 from kv_transfer.prefill_actions import (
     PrefillAction,
     PushFrame,
@@ -40,6 +39,7 @@ from kv_transfer.protocol import (
 from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFrame, region_of
 from kv_transfer.transport import LinkPeer
 from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.link_memory import max_frame_bytes
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import (

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.lanes import make_pair
-from kv_transfer.plan import make_manifest, max_frame_bytes
+from kv_transfer.plan import make_manifest
+from pdserve.config.link_memory import max_frame_bytes
 from pdserve.config.model import KvGeometry
 
 GEOMETRY = KvGeometry(

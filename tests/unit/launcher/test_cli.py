@@ -9,7 +9,9 @@ import pytest
 from launcher.cli import run_command
 from launcher.commands.generate import parse_ids, read_chat, set_prompt
 from launcher.commands.serve import run_until_signal
+from launcher.local_pool import LocalCluster
 from launcher.redis_server import free_port
+from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import ConfigError
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.version import VERSION
@@ -35,6 +37,15 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "x", "--decode-tensor-parallel-size", "0"], "--tensor-parallel-size must be"),
         (["serve", "x", "--block-size", "24"], "--block-size must be a power of two"),
         (["serve", "x", "--kv-cache-memory", "lots"], "--kv-cache-memory must be a size"),
+        (["serve", "x", "--transports", "push,tape"], "--transports must be some of push, nccl"),
+        (["serve", "x", "--transports", ""], "--transports must be some of push, nccl, gloo"),
+        (["serve", "x", "--spread-stages"], "--stage-token must have at least 16 characters"),
+        (["serve", "x", "--ray-nodes", "any"], "--ray-nodes need --launcher ray"),
+        (["serve", "x", "--launcher", "ray", "--ray-nodes", "any"], "needs --ray-address"),
+        (
+            ["serve", "x", "--launcher", "ray", "--ray-nodes", "any", "--ray-address", "a:1"],
+            "needs --redis, at an address that all nodes can reach",
+        ),
         (["serve", "x", "--decode-fault", "boom=1"], "--decode-fault knows step_delay_s"),
         (["serve", "no-such-model", "--port", "0", "--http-port", "0"], "no model no-such-model"),
         (["serve", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
@@ -166,3 +177,42 @@ def test_C15_first_signal_drains_and_the_second_kills(
     cluster = FakeCluster(num_signals)
     assert run_until_signal(cluster) == status  # type: ignore[arg-type]
     assert cluster.stops == stops
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
+    """What `pdserve serve` would have started."""
+    found: list[ClusterConfig] = []
+
+    class Seen(LocalCluster):
+        def __init__(self, config: ClusterConfig, **rest: object) -> None:
+            found.append(config)
+
+    monkeypatch.setattr("launcher.commands.serve.LocalCluster", Seen)
+    monkeypatch.setattr("launcher.commands.serve.run_until_signal", lambda _: 0)
+    return found
+
+
+@pytest.mark.parametrize("order", ["gloo,push", "gloo push", " gloo, push "])
+def test_the_order_of_transports_reaches_the_workers(order: str, seen: list[ClusterConfig]) -> None:
+    assert run_command(["serve", "x", "--transports", order]) == 0
+    assert run_command(["serve", "x"]) == 0
+    assert [config.handoff.transports for config in seen] == [
+        ("gloo", "push"),
+        ("push", "nccl", "gloo"),
+    ]
+
+
+def test_a_token_for_spread_stages_is_made_up_where_ray_starts_them(
+    seen: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PDSERVE_STAGE_TOKEN", raising=False)
+    argv = ["serve", "x", "-pp", "2", "--spread-stages", "--launcher", "ray"]
+    assert [run_command(argv), run_command(argv)] == [0, 0]
+    monkeypatch.setenv("PDSERVE_STAGE_TOKEN", "a token that somebody chose")
+    assert run_command(argv) == 0
+    tokens = [config.stage_token for config in seen]
+    assert len({*tokens}) == 3
+    assert all(token is not None and len(token) >= 16 for token in tokens)
+    assert tokens[2] == "a token that somebody chose"
+    assert all(config.spread_stages for config in seen)

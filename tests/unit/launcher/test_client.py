@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from launcher.client import Generation, client_error, to_dict
-from launcher.commands.status import workers_table
+from launcher.commands.status import worker_to_dict, workers_table
 from pdserve.errors import DeadlineExceeded, InternalError, NoWorker, WorkerLost
 from pdserve.rpc.status import DETAILS_KEY, status_of
 from pdserve.rpc.v1 import inference_pb2, types_pb2
@@ -138,7 +138,16 @@ def test_status_shows_who_is_gone_and_whose_process_is_whose() -> None:
     console = Console(width=120)
     workers = [
         inference_pb2.WorkerInfo(
-            worker_id="d0", role="decode", state="ready", face_pid=11, rank_pids=[12, 13]
+            worker_id="d0",
+            role="decode",
+            state="ready",
+            face_pid=11,
+            ranks=[
+                inference_pb2.RankInfo(rank=0, stage=0, node="10.0.0.1", pid=12),
+                inference_pb2.RankInfo(rank=1, stage=0, node="10.0.0.1", pid=13),
+                inference_pb2.RankInfo(rank=2, stage=1, node="10.0.0.2", pid=7),
+                inference_pb2.RankInfo(rank=3, stage=1, node="10.0.0.2", pid=8),
+            ],
         ),
         inference_pb2.WorkerInfo(worker_id="d1", role="decode", state="gone"),
     ]
@@ -146,7 +155,24 @@ def test_status_shows_who_is_gone_and_whose_process_is_whose() -> None:
         console.print(workers_table(workers))
     header, *rows = [line for line in capture.get().splitlines() if any(map(str.isalnum, line))]
     assert "face pid" in header
-    assert "rank pids" in header
-    assert [cell.strip() for cell in rows[0].split("│")[1:5]] == ["d0", "ready", "11", "12 13"]
-    assert "d1" in rows[1]
-    assert "gone" in rows[1]
+    assert "ranks: node, pids" in header
+    cells = [cell.strip() for cell in rows[0].split("│")[1:5]]
+    assert cells == ["d0", "ready", "11", "10.0.0.1 12 13"]
+    assert rows[1].split("│")[4].strip() == "10.0.0.2 7 8"
+    assert "d1" in rows[2]
+    assert "gone" in rows[2]
+
+
+def test_status_shows_how_each_link_travels_and_what_did_not_come_up() -> None:
+    link = inference_pb2.LinkInfo(
+        peer_worker_id="p0", transport="gloo", bytes_sent=3 << 20, failures=["push: no peer access"]
+    )
+    worker = inference_pb2.WorkerInfo(worker_id="d0", state="ready", links=[link])
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(workers_table([worker]))
+    assert "p0 gloo 3.0 MiB (push: no peer access)" in capture.get()
+    shown = worker_to_dict(worker)["links"]
+    assert isinstance(shown, list)
+    assert shown[0]["transport"] == "gloo"
+    assert shown[0]["failures"] == ["push: no peer access"]

@@ -2,11 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.gpus import check_gpus, check_has_gpu, find_gpus, pick_gpus
+from launcher.gpus import GpuDealer, check_gpus, check_has_gpu, find_gpus, pick_gpus
 from launcher.local_pool import LocalCluster
 from launcher.redis_server import RedisServer
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import DeviceKind, EngineConfig
+from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
@@ -51,19 +52,19 @@ def engine(tensor: int = 1, stages: int = 1, device: DeviceKind = "cuda") -> Eng
 
 
 def test_a_replica_with_more_ranks_than_gpus_is_refused_with_both_numbers() -> None:
-    check_gpus(Role.DECODE, engine(2, 2), ("0", "1", "2", "3"))
+    check_gpus(Role.DECODE, engine(2, 2), 4, ("0", "1", "2", "3"))
     with pytest.raises(
         ConfigError,
-        match=r"a decode replica needs 4 GPUs, one for each of 2 tensor ranks in 2 stages; "
+        match=r"a decode replica of 2 tensor ranks in 2 stages needs 4 GPUs here, one a rank; "
         r"this machine shows 3 \(0, 1, 5\)",
     ):
-        check_gpus(Role.DECODE, engine(2, 2), ("0", "1", "5"))
+        check_gpus(Role.DECODE, engine(2, 2), 4, ("0", "1", "5"))
 
 
-def test_a_machine_without_a_gpu_is_refused_unless_the_cpu_computes() -> None:
-    with pytest.raises(ConfigError, match="a prefill replica needs a GPU; this machine shows none"):
-        check_gpus(Role.PREFILL, engine(), ())
-    check_gpus(Role.PREFILL, engine(2, 2, device="cpu"), ())
+def test_gpus_without_names_and_processors_are_not_counted() -> None:
+    check_gpus(Role.PREFILL, engine(2, 2), 4, ())
+    check_gpus(Role.PREFILL, engine(2, 2, device="cpu"), 4, ("0",))
+    assert pick_gpus((), (), 4) == ()
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
@@ -96,3 +97,30 @@ def test_cuda_without_a_gpu_is_refused_before_anything_starts(
         cluster.start()
     assert lines == []
     assert cluster.pids() == ()
+
+
+def worker(name: str, config: EngineConfig, *, is_spread: bool = False) -> WorkerConfig:
+    role = Role(name.rpartition("-")[0])
+    return WorkerConfig(
+        role=role, worker_id=name, engine=config, redis_url="", spread_stages=is_spread
+    )  # fmt: skip
+
+
+def test_replicas_are_dealt_gpus_of_their_own_until_they_leave() -> None:
+    dealer = GpuDealer("2,3,5,7")
+    assert dealer.deal(worker("prefill-0", engine())) == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert dealer.deal(worker("decode-0", engine(2))) == {"CUDA_VISIBLE_DEVICES": "3,5"}
+    assert dealer.deal(worker("decode-1", engine(2))) == {"CUDA_VISIBLE_DEVICES": "2,7"}
+    dealer.keep(("prefill-0", "decode-1"))
+    assert dealer.deal(worker("decode-2", engine(2))) == {"CUDA_VISIBLE_DEVICES": "3,5"}
+    assert dealer.deal(worker("decode-3", engine(device="cpu"))) == {}
+
+
+def test_a_face_with_spread_stages_is_dealt_the_gpus_of_its_own_stage() -> None:
+    dealer = GpuDealer("0,1")
+    config = ClusterConfig(engine=engine(2, 2), spread_stages=True)
+    dealer.check(config)
+    with pytest.raises(ConfigError, match="needs 4 GPUs here"):
+        dealer.check(ClusterConfig(engine=engine(2, 2)))
+    dealt = dealer.deal(worker("decode-0", engine(2, 2), is_spread=True))
+    assert dealt == {"CUDA_VISIBLE_DEVICES": "0,1"}

@@ -7,12 +7,14 @@ from launcher.role_commands import (
     environment_of,
     role_command,
     router_config,
+    stage_argvs,
     worker_configs,
 )
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from pdserve.config.load import from_argv, to_argv
 from pdserve.config.router import RouterConfig
+from pdserve.config.stage import StageConfig
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.request import Role
 
@@ -126,3 +128,42 @@ def test_A15_the_pools_may_differ_in_their_numbers_of_ranks() -> None:
 def test_streams_wait_longer_for_a_worker_where_a_launcher_starts_it_again() -> None:
     alone = RouterConfig(model="m", redis_url="redis://127.0.0.1:1")
     assert router_config(CONFIG, SITE).no_worker_wait_s > alone.no_worker_wait_s
+
+
+SPREAD = replace(
+    CONFIG,
+    engine=replace(CONFIG.engine, pipeline_parallel=3),
+    spread_stages=True,
+    stage_token="a token of this test",
+    stage_silence_s=2.5,
+)
+
+
+def test_each_stage_behind_the_first_has_a_command_that_tells_where_it_belongs() -> None:
+    worker = worker_configs(SPREAD, SITE)[1]
+    first, second = stage_argvs(worker, role_command)
+    prefix = role_command("stage")
+    assert first[: len(prefix)] == prefix
+    environment = dict(environment_of(worker))
+    found = from_argv(StageConfig, second[len(prefix) :], environment, program="pdserve stage")
+    assert (found.worker_id, found.stage) == ("decode-0", 2)
+    assert (found.cluster, found.host) == ("c1", "127.0.0.1")
+    assert found.redis_url == SITE.redis_url
+    assert found.stage_token == "a token of this test"
+
+
+def test_a_workers_token_is_told_by_variable_alone() -> None:
+    worker = worker_configs(SPREAD, SITE)[0]
+    argv = to_argv(worker, without=("role", *HIDDEN_FIELDS))
+    assert "a token of this test" not in " ".join(argv)
+    assert environment_of(worker)["PDSERVE_STAGE_TOKEN"] == "a token of this test"
+    assert environment_of(router_config(SPREAD, SITE))["PDSERVE_STAGE_TOKEN"] == ""
+    assert "--spread-stages" in argv
+    assert argv[argv.index("--stage-silence-s") + 1] == "2.5"
+
+
+def test_stages_on_the_node_of_their_face_need_no_command() -> None:
+    together = replace(SPREAD, spread_stages=False)
+    alone = replace(SPREAD, engine=CONFIG.engine)
+    for config in (together, alone):
+        assert stage_argvs(worker_configs(config, SITE)[0], role_command) == ()

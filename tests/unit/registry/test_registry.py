@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from launcher.redis_server import RedisServer
-from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
+from pdserve.registry.base import Registry, RegistryUnavailable, StageRecord, WorkerRecord
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.redis import RedisRegistry, decode_record, encode_record, heed_cancel
 from pdserve.request import Incarnation, Role, WorkerId
@@ -30,6 +30,13 @@ RECORD = WorkerRecord(
     block_size=16,
     face_pid=11,
     rank_pids=(12, 13),
+)
+
+STAGE = StageRecord(
+    worker_id=WorkerId("decode-0"),
+    stage=1,
+    incarnation=Incarnation(2**64 - 3),
+    address="10.0.0.2:7100",
 )
 
 
@@ -234,3 +241,37 @@ async def test_a_call_made_while_its_task_ends_is_not_cut_short():
     await asyncio.wait({task}, timeout=5.0)
     assert answers == ["left"]
     assert task.cancelled()
+
+
+async def test_stages_of_a_worker_are_listed_in_their_order(registry: Registry) -> None:
+    third = replace(STAGE, stage=3)
+    for record in (third, STAGE, replace(STAGE, worker_id=WorkerId("decode-00"))):
+        await registry.register_stage(record, 10.0)
+    assert await registry.list_stages(WorkerId("decode-0")) == (STAGE, third)
+    assert await registry.list_workers() == ()
+
+
+async def test_only_its_own_incarnation_removes_a_stage(registry: Registry) -> None:
+    await registry.register_stage(STAGE, 10.0)
+    await registry.deregister_stage(replace(STAGE, incarnation=Incarnation(2**64 - 4)))
+    assert await registry.list_stages(STAGE.worker_id) == (STAGE,)
+    await registry.deregister_stage(STAGE)
+    assert await registry.list_stages(STAGE.worker_id) == ()
+
+
+async def test_a_stage_disappears_when_its_lease_ends() -> None:
+    clock = ManualClock()
+    registry = MemoryRegistry(clock)
+    await registry.register_stage(STAGE, 3.0)
+    clock.advance(2.9)
+    assert await registry.list_stages(STAGE.worker_id) == (STAGE,)
+    clock.advance(0.2)
+    assert await registry.list_stages(STAGE.worker_id) == ()
+
+
+async def test_redis_is_told_the_lease_of_a_stage(
+    redis: RedisRegistry, redis_server: RedisServer
+) -> None:
+    await redis.register_stage(STAGE, 5.0)
+    async with Redis.from_url(redis_server.url) as client:
+        assert 0 < await client.pttl("pdserve:test:stage:decode-0:1") <= 5000

@@ -1,0 +1,395 @@
+"""The two ends of the hand-off benchmark, a process each: `prefill` and `decode`.
+
+Orders come as JSON lines on stdin, answers go to stdout as JSON lines. An end has what a rank has:
+KV memory, the links of its pool, an inbox. Times are of the monotonic clock, which both share.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_engine import LLAMA_3_8B, Bench
+from benchmarks.gpu_harness import make_prompt, make_request
+from decode_worker.rank import make_links as make_receiver
+from kv_transfer.device_choice import find_link_device
+from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
+from kv_transfer.lanes import make_pair
+from kv_transfer.plan import Frame, make_manifest
+from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFrame, region_of
+from kv_transfer.transport import LinkPeer
+from pdserve.cache.kv_tensors import KvTensors
+from pdserve.config.engine import EngineConfig
+from pdserve.config.link_memory import settle_frame_tokens
+from pdserve.config.worker import HandoffConfig, WorkerConfig
+from pdserve.engine.batch import PendingStep, StepPlan
+from pdserve.engine.pipeline import StepPipeline
+from pdserve.models.folder import geometry_of, read_model_config
+from pdserve.rank.inbox import Inbox
+from pdserve.rank.outbox import Outbox
+from pdserve.rank.startup import SWITCH_INTERVAL_S, RankContext
+from pdserve.rank.step_waiter import StepOver, StepWaiter
+from pdserve.request import BlockId, Incarnation, ReservationId, Role, WorkerId
+from pdserve.rpc.channel import BlockingChannel
+from pdserve.rpc.channel import make_pair as make_sockets
+from pdserve.timeline import MonotonicClock
+from prefill_worker.rank import make_links as make_sender
+from prefill_worker.scheduler import PrefillScheduler
+
+NUM_BLOCKS = 4096
+EVENT_TIMEOUT_S = 20.0
+HEAD_START_S = 0.004
+INCARNATIONS = {Role.PREFILL: Incarnation(1), Role.DECODE: Incarnation(2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One measurement: some hand-offs of prompts of one length, one after another."""
+
+    seed: int
+    num_tokens: int
+    num_handoffs: int = 1
+    computes: bool = False
+    """Prompts are computed, each handed off once it is done; else their KV lies there."""
+    ships: bool = True
+    has_sum: bool = False
+    """Tell the sum of all values, to compare both ends."""
+
+
+class NoRunner:
+    """Computes nothing: these ends are given KV."""
+
+    max_steps_in_flight = 1
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        raise AssertionError("nothing is computed here")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How both ends are made."""
+
+    handoff: HandoffConfig
+    is_trial: bool
+    """On a CPU, with KV of one layer: shows that it works."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where KV lies."""
+        return torch.device("cpu") if self.is_trial else torch.device("cuda", 0)
+
+
+def synchronize(setting: Setting) -> None:
+    """Waits for all work of the GPU."""
+    if not setting.is_trial:
+        torch.cuda.synchronize()
+
+
+def make_context(role: Role, setting: Setting, kv: KvTensors | None) -> RankContext:
+    """Makes what links are made from; KV of random values if there is none yet."""
+    with tempfile.TemporaryDirectory() as scratch:
+        shape = LLAMA_3_8B | ({"num_hidden_layers": 1} if setting.is_trial else {})
+        (Path(scratch) / "config.json").write_text(json.dumps(shape))
+        engine = EngineConfig(
+            model=scratch, device="cpu" if setting.is_trial else "cuda", dtype="bfloat16"
+        )
+        model = read_model_config(Path(scratch))
+        geometry = geometry_of(model, engine)
+    if kv is None:
+        kv = KvTensors(geometry, NUM_BLOCKS, None, setting.device)
+        if role is Role.PREFILL:
+            fill(kv)
+            synchronize(setting)
+    ours, _ = make_sockets()
+    config = WorkerConfig(
+        role=role, worker_id=f"{role}-0", engine=engine, redis_url="", handoff=setting.handoff
+    )
+    return RankContext(
+        config=config,
+        incarnation=INCARNATIONS[role],
+        clock=MonotonicClock(),
+        inbox=Inbox(),
+        outbox=Outbox(BlockingChannel(ours)),
+        model=model,
+        geometry=geometry,
+        kv=kv,
+        runner=NoRunner(),
+        max_model_len=model.max_position,
+    )
+
+
+def fill(kv: KvTensors) -> None:
+    """Writes random values everywhere."""
+    for layer in range(len(kv.part.layers)):
+        for part in kv.layer(layer):
+            part.normal_()
+
+
+def reservation_of(order: Order, index: int) -> ReservationId:
+    """Names a hand-off, alike on both ends."""
+    return ReservationId(random.Random(f"{order.seed} {index}").randbytes(16))
+
+
+def table_of(order: Order, index: int, side: Role) -> tuple[BlockId, ...]:
+    """Draws the scattered blocks of a prompt; on either end others."""
+    numbers = random.Random(f"{order.seed} {index} {side}")
+    return tuple(BlockId(one) for one in numbers.sample(range(NUM_BLOCKS), order.num_tokens // 16))
+
+
+def sum_of(kv: KvTensors, table: Sequence[BlockId]) -> float:
+    """Adds up a prompt's KV."""
+    index = torch.tensor(table, device=kv.device)
+    size = kv.geometry.block_size
+    total = torch.zeros((), dtype=torch.float64, device=kv.device)
+    for layer in range(len(kv.part.layers)):
+        for part in kv.layer(layer):
+            total += part.view(-1, size * part.shape[1] * part.shape[2])[index].double().sum()
+    return float(total)
+
+
+def plan_frames(context: RankContext, num_tokens: int, *, is_on_gpu: bool) -> tuple[Frame, ...]:
+    """Cuts a prompt as both workers would."""
+    handoff, geometry = context.config.handoff, context.geometry
+    frame_tokens = settle_frame_tokens(handoff, geometry, is_on_gpu=is_on_gpu)
+    pair = make_pair(geometry, geometry, handoff.wire_dtype)
+    return make_manifest(pair, num_tokens, 0, frame_tokens, handoff.frame_layers).frames
+
+
+class DecodeEnd:
+    """Takes frames in."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Listens."""
+        self._setting = setting
+        self.context = make_context(Role.DECODE, setting, None)
+        device = find_link_device(self.context.kv, setting.handoff)
+        self._links = make_receiver(self.context, device)
+        self._unloader = RankUnloader(self.context.kv, self._links, device)
+
+    @property
+    def endpoint(self) -> LinkEndpoint:
+        """Where it listens."""
+        return self._links.endpoint()
+
+    def run(self, order: Order) -> dict[str, object]:
+        """Waits until everything has landed and is scattered."""
+        context = self.context
+        is_on_gpu = not self._setting.is_trial
+        frames = plan_frames(context, order.num_tokens, is_on_gpu=is_on_gpu)
+        missing = {
+            reservation_of(order, index): (index, set(range(len(frames))))
+            for index in range(order.num_handoffs)
+        }
+        tables = {key: table_of(order, one[0], Role.DECODE) for key, one in missing.items()}
+        say({"ready": True})
+        ends_s = {}
+        while missing:
+            for event in take_events(context.inbox):
+                assert isinstance(event, FrameLanded), event
+                assert event.is_intact, event
+                region = region_of(frames[event.frame_index], tables[event.reservation_id], 16)
+                self._unloader.unload(UnloadFrame(landed=event, region=region))
+                index, left = missing[event.reservation_id]
+                left.remove(event.frame_index)
+                if not left:
+                    # A step launched now would wait on the device; here the host does.
+                    synchronize(self._setting)
+                    ends_s[index] = time.monotonic()
+                    del missing[event.reservation_id]
+        answer: dict[str, object] = {"ends_s": [ends_s[index] for index in sorted(ends_s)]}
+        if order.has_sum:
+            answer["sum"] = sum_of(context.kv, table_of(order, 0, Role.DECODE))
+        answer["transport"] = [link.transport for link in self._links.links()]
+        return answer
+
+
+class PrefillEnd:
+    """Ships frames, of KV that lies there or of prompts that it computes."""
+
+    def __init__(self, setting: Setting, peer: LinkPeer, bench: Bench | None) -> None:
+        """Begins to connect."""
+        self._bench = bench
+        self._setting = setting
+        kv = None if bench is None else bench.stand.runner.kv  # type: ignore[attr-defined]
+        self.context = make_context(Role.PREFILL, setting, kv)
+        device = find_link_device(self.context.kv, setting.handoff)
+        self._links = make_sender(self.context, device)
+        self._shipper = RankShipper(self.context.kv, self._links, device)
+        self._ends = LinkEnds(peer.incarnation, 0, 0)
+        self._peer = peer
+        self._links.open(peer)
+
+    def run(self, order: Order) -> dict[str, object]:
+        """Hands prompts off and waits until all frames are sent."""
+        answer = self._run_computing(order) if order.computes else self._run_shipping(order)
+        if order.has_sum:
+            answer["sum"] = sum_of(self.context.kv, table_of(order, 0, Role.PREFILL))
+        return answer
+
+    def _run_shipping(self, order: Order) -> dict[str, object]:
+        is_on_gpu = not self._setting.is_trial
+        frames = plan_frames(self.context, order.num_tokens, is_on_gpu=is_on_gpu)
+        starts_s = []
+        for index in range(order.num_handoffs):
+            table = table_of(order, index, Role.PREFILL)
+            orders = self._orders(frames, reservation_of(order, index), table)
+            starts_s.append(time.monotonic())
+            num_left = len(frames)
+            self._ship(orders)
+            while num_left:
+                for event in take_events(self.context.inbox):
+                    assert isinstance(event, FrameSent), event
+                    num_left -= 1
+                self._ship(orders)
+        return {"starts_s": starts_s}
+
+    def _orders(
+        self, frames: Sequence[Frame], reservation_id: ReservationId, table: tuple[BlockId, ...]
+    ) -> list[ShipFrame]:
+        return [
+            ShipFrame(
+                prefill_rank=0,
+                peer=self._peer,
+                reservation_id=reservation_id,
+                frame_index=frame.index,
+                region=region_of(frame, table, 16),
+            )
+            for frame in frames
+        ]
+
+    def _ship(self, orders: list[ShipFrame]) -> None:
+        while orders and self._shipper.has_room(self._ends):
+            self._shipper.ship(orders.pop(0))
+
+    def _run_computing(self, order: Order) -> dict[str, object]:
+        """Computes prompts as a prefill rank does, two steps in flight, and ships each."""
+        assert self._bench is not None
+        stand = self._bench.stand
+        numbers = random.Random(order.seed)
+        engine = replace(
+            stand.engine, max_num_batched_tokens=order.num_tokens, enable_prefix_caching=False
+        )
+        scheduler = PrefillScheduler(
+            engine,
+            stand.num_blocks,
+            "bench",
+            self.context.clock,
+            max_waiting=order.num_handoffs,
+            look_ahead=4,
+        )
+        for index in range(order.num_handoffs):
+            prompt = make_prompt(numbers, order.num_tokens, stand.vocab_size)
+            scheduler.submit(make_request(str(index), prompt, 2))
+        is_on_gpu = not self._setting.is_trial
+        frames = plan_frames(self.context, order.num_tokens, is_on_gpu=is_on_gpu)
+        inbox, waiter = self.context.inbox, StepWaiter(self.context.inbox.post)
+        pipeline = StepPipeline(stand.runner, scheduler.plan_step)
+        queue: list[ShipFrame] = []
+        num_under_way, num_done, ends_s = 0, 0, []
+        while num_done < order.num_handoffs or num_under_way:
+            ended = pipeline.poll()
+            if ended is not None:
+                for progress in scheduler.complete_step(ended.plan, ended.result):
+                    if not progress.samples:
+                        continue
+                    ends_s.append(time.monotonic())
+                    if order.ships:
+                        table = scheduler.block_table(progress.request_id, 1)
+                        key = reservation_of(order, num_done)
+                        queue += self._orders(frames, key, table)
+                        num_under_way += len(frames)
+                    num_done += 1
+                    self._ship(queue)
+            elif pipeline.oldest is not None:
+                waiter.watch(pipeline.oldest)
+            num_under_way -= self._take_sent(inbox, is_waiting=ended is None)
+            self._ship(queue)
+            if ended is not None and order.ships:
+                # The next launch gives way to the link, as in a prefill rank.
+                until_s = time.monotonic() + HEAD_START_S
+                while num_under_way and (left_s := until_s - time.monotonic()) > 0:
+                    num_under_way -= self._take_sent(inbox, is_waiting=True, timeout_s=left_s)
+                    self._ship(queue)
+        waiter.close()
+        inbox.drain(0.0)
+        return {"ends_s": ends_s}
+
+    def _take_sent(
+        self, inbox: Inbox, *, is_waiting: bool, timeout_s: float = EVENT_TIMEOUT_S
+    ) -> int:
+        num_sent = 0
+        for event in inbox.drain(timeout_s if is_waiting else 0.0):
+            assert isinstance(event, FrameSent | StepOver), event
+            num_sent += isinstance(event, FrameSent)
+        return num_sent
+
+
+def take_events(inbox: Inbox) -> Iterator[object]:
+    """Yields what links report, at least one event.
+
+    Raises:
+        RuntimeError: nothing came in time, or a link died.
+    """
+    events = inbox.drain(EVENT_TIMEOUT_S)
+    if not events:
+        raise RuntimeError(f"nothing came over the link in {EVENT_TIMEOUT_S} s")
+    for event in events:
+        if isinstance(event, LinkDown):
+            raise RuntimeError(f"link down: {event.detail}")
+        yield event
+
+
+def say(answer: dict[str, object]) -> None:
+    """Writes one line of JSON."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Lives as one end until stdin ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("role", choices=("prefill", "decode"))
+    parser.add_argument("--handoff", type=json.loads, default={}, help="fields of HandoffConfig")
+    parser.add_argument("--endpoint", type=json.loads, help="of the decode end")
+    parser.add_argument("--trial", action="store_true", help="on a CPU")
+    parser.add_argument("--computes", action="store_true", help="load an engine")
+    arguments = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(1)
+    fields = arguments.handoff
+    handoff = HandoffConfig(**{**fields, "transports": tuple(fields["transports"])})
+    setting = Setting(handoff=handoff, is_trial=arguments.trial)
+    end: DecodeEnd | PrefillEnd
+    if arguments.role == "decode":
+        end = DecodeEnd(setting)
+        endpoint = end.endpoint
+        say({"host": endpoint.host, "port": endpoint.port, "token": endpoint.token.hex()})
+    else:
+        told = arguments.endpoint
+        endpoint = LinkEndpoint(
+            host=told["host"], port=told["port"], token=bytes.fromhex(told["token"])
+        )
+        peer = LinkPeer(
+            worker_id=WorkerId("decode-0"),
+            incarnation=INCARNATIONS[Role.DECODE],
+            endpoint=endpoint,
+        )
+        with contextlib.redirect_stdout(sys.stderr):
+            bench = Bench(deterministic=False) if arguments.computes else None
+        end = PrefillEnd(setting, peer, bench)
+        say({"ready": True})
+    for line in sys.stdin:
+        say(end.run(Order(**json.loads(line))))
+
+
+if __name__ == "__main__":
+    main()

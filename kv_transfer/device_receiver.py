@@ -1,0 +1,194 @@
+"""Receives frames into a ring on the GPU, from one thread that never waits long.
+
+Each frame is announced (READY), gets a slot, is told of (WRITTEN), checked on the device, and given
+to the engine, in the order of the announcements. The thread looks in turns at the notice socket and
+at marks on the device: a peer's death shows within a turn, and every stage has a deadline.
+"""
+
+import time
+from collections.abc import Callable
+
+from kv_transfer.incoming_routes import InRoute, Landing
+from kv_transfer.landing_ring import LandingRing
+from kv_transfer.link_device import Lane, LinkDevice
+from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
+from pdserve.rpc.v1 import link_pb2
+
+POLL_S = 20e-6
+MAX_ANNOUNCED = 256
+"""Frames that a peer may announce ahead."""
+
+
+class DeviceReceiver:
+    """The receiving loop of a link over one of the device's transports. The link's thread only."""
+
+    def __init__(
+        self,
+        *,
+        route: InRoute,
+        ring: LandingRing,
+        device: LinkDevice,
+        channel: NoticeChannel,
+        timeout_s: float,
+        has_ended: Callable[[], bool],
+        deliver: Callable[[link_pb2.FrameReady, int, bool], None],
+    ) -> None:
+        """Starts without frames.
+
+        Args:
+            route: the transport, prepared.
+            ring: where frames land.
+            device: what checks them.
+            channel: to the peer.
+            timeout_s: deadline of each stage of a frame.
+            has_ended: asked in each turn.
+            deliver: takes a frame that landed: its announcement, its slot, whether it is intact.
+        """
+        self._route = route
+        self._ring = ring
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._has_ended = has_ended
+        self._deliver = deliver
+        self._checks: Lane = device.make_lane()
+        self._announced: list[Landing] = []
+        """In the order of their sequence; those without a slot are the last ones."""
+        self._last_sequence = 0
+
+    @property
+    def num_announced(self) -> int:
+        """Frames on their way."""
+        return len(self._announced)
+
+    def run(self) -> None:
+        """Receives until the link ends.
+
+        Raises:
+            LinkBroken: the peer is gone, too slow, or does not keep to the protocol.
+            PeerSaidBye: the peer ends the link.
+            DeviceFault: the device failed.
+        """
+        while not self._has_ended():
+            is_busy = self._take_notices()
+            is_busy |= self._accept()
+            is_busy |= self._check()
+            is_busy |= self._land()
+            is_busy |= self._ring.reclaim() > 0
+            is_busy |= self._route.grant()
+            if not is_busy:
+                self._check_deadlines()
+                self._rest()
+
+    def settle(self) -> bool:
+        """Waits, after the end, until nothing launched here writes the ring any more.
+
+        Returns:
+            False when something still does at the deadline.
+        """
+        marks = [one.received for one in self._announced if one.received is not None]
+        marks += [one.checked for one in self._announced if one.checked is not None]
+        deadline_s = time.monotonic() + self._timeout_s
+        while not all(mark.is_reached() for mark in marks):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _take_notices(self) -> bool:
+        is_busy = False
+        while (notice := self._channel.receive(0.0)) is not None:
+            is_busy = True
+            match notice.WhichOneof("notice"):
+                case "frame_ready":
+                    self._announce(notice.frame_ready)
+                case "frame_written":
+                    self._note_written(notice.frame_written)
+                case "bye":
+                    take_bye(notice.bye)
+                case other:
+                    raise LinkBroken(f"{other} came instead of frame_ready")
+        return is_busy
+
+    def _announce(self, ready: link_pb2.FrameReady) -> None:
+        if not 0 < ready.num_bytes <= self._ring.slot_bytes:
+            raise LinkBroken(f"a frame of {ready.num_bytes} bytes for {self._ring.slot_bytes}")
+        if ready.sequence != self._last_sequence + 1 or len(self._announced) >= MAX_ANNOUNCED:
+            raise LinkBroken(f"frame {ready.sequence} was announced out of turn")
+        self._last_sequence = ready.sequence
+        self._announced.append(Landing(ready=ready, since_s=time.monotonic()))
+        # At once: word that it is written may be the next notice.
+        self._accept()
+
+    def _note_written(self, written: link_pb2.FrameWritten) -> None:
+        for landing in self._announced:
+            if landing.ready.sequence == written.sequence and landing.slot is not None:
+                landing.written = written
+                return
+        raise LinkBroken(f"frame {written.sequence} was written out of turn")
+
+    def _accept(self) -> bool:
+        is_busy = False
+        for landing in self._announced:
+            if landing.slot is None:
+                if not self._route.accept(landing):
+                    break
+                is_busy = True
+        return is_busy
+
+    def _check(self) -> bool:
+        """Launches the checksums of frames that are there."""
+        is_busy = False
+        for landing in self._announced:
+            written = landing.written
+            if written is None or landing.checked is not None or landing.slot is None:
+                continue
+            if not written.HasField("checksum") or not self._route.has_arrived(landing):
+                continue
+            frame = self._ring.slot(landing.slot, landing.ready.num_bytes)
+            landing.checksum = self._checks.add_up(frame)
+            landing.checked = self._checks.mark()
+            is_busy = True
+        return is_busy
+
+    def _land(self) -> bool:
+        """Gives frames that are there, and checked, to the engine."""
+        is_busy = False
+        while self._announced and self._is_through(self._announced[0]):
+            landing = self._announced.pop(0)
+            assert landing.slot is not None
+            assert landing.written is not None
+            is_intact = True
+            if landing.checksum is not None:
+                is_intact = landing.checksum.value() == landing.written.checksum
+            self._ring.land(landing.slot)
+            self._deliver(landing.ready, landing.slot, is_intact)
+            is_busy = True
+            if self._announced:
+                self._announced[0].since_s = time.monotonic()
+        return is_busy
+
+    def _is_through(self, landing: Landing) -> bool:
+        if landing.written is None:
+            return False
+        if landing.written.HasField("checksum"):
+            return landing.checked is not None and landing.checked.is_reached()
+        return self._route.has_arrived(landing)
+
+    def _check_deadlines(self) -> None:
+        if not self._announced:
+            return
+        first = self._announced[0]
+        if time.monotonic() - first.since_s > self._timeout_s:
+            if first.slot is None:
+                raise LinkBroken("no landing slot was released in time")
+            raise LinkBroken(f"a frame took more than {self._timeout_s} s")
+
+    def _rest(self) -> None:
+        """Waits a little for the device, or as long as it takes for the peer or the engine."""
+        is_waiting_for_device = self._ring.is_draining or any(
+            one.received is not None or one.written is not None for one in self._announced
+        )
+        if is_waiting_for_device:
+            time.sleep(POLL_S)
+        else:
+            self._channel.wait(self._timeout_s / 4 if self._announced else None)

@@ -1,0 +1,139 @@
+"""How frames reach a GPU: written into the landing ring by the peer, or through NCCL.
+
+push:  POSTED grants a slot -> READY: the peer writes it -> WRITTEN
+nccl:  READY -> a slot is taken, POSTED, receive launched -> WRITTEN and received
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.landing_ring import LandingRing
+from kv_transfer.link_device import FrameSum, Lane, LinkDevice, Mark, NcclEnd
+from kv_transfer.notices import LinkBroken, NoticeChannel
+from pdserve.rpc.v1 import link_pb2
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Landing:
+    """A frame on its way in."""
+
+    ready: link_pb2.FrameReady
+    since_s: float
+    """When it was announced, or the one before it landed."""
+    slot: int | None = None
+    received: Mark | None = None
+    """Behind what this end has launched for it; None while nothing has to be."""
+    written: link_pb2.FrameWritten | None = None
+    checksum: FrameSum | None = None
+    checked: Mark | None = None
+
+
+class InRoute(Protocol):
+    """What a transport does for a receiver. Belongs to the link's thread."""
+
+    transport: str
+    waits_for_peer: bool
+    """The peer writes the ring by itself: it stays mapped until the peer has let go."""
+
+    def accept(self, landing: Landing) -> bool:
+        """Gives an announced frame its slot; False: there is none yet."""
+        ...
+
+    def has_arrived(self, landing: Landing) -> bool:
+        """Says whether all bytes of a frame that is WRITTEN are there."""
+        ...
+
+    def grant(self) -> bool:
+        """Tells the peer of free slots, if it wants to know; says whether there were any."""
+        ...
+
+    def abort(self) -> None:
+        """Ends what may hang."""
+        ...
+
+
+class PushIn:
+    """The peer writes by itself."""
+
+    transport = "push"
+    waits_for_peer = True
+
+    def __init__(self, ring: LandingRing, channel: NoticeChannel, timeout_s: float) -> None:
+        """Starts with no slot granted."""
+        self._ring = ring
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._granted: set[int] = set()
+
+    def accept(self, landing: Landing) -> bool:
+        """Takes the slot that the peer names."""
+        slot = landing.ready.slot
+        if slot not in self._granted:
+            raise LinkBroken(f"the peer writes slot {slot}, which was not granted")
+        self._granted.remove(slot)
+        landing.slot = slot
+        return True
+
+    def has_arrived(self, landing: Landing) -> bool:
+        """True: WRITTEN is sent when the peer's device is done."""
+        return True
+
+    def grant(self) -> bool:
+        """Grants every free slot."""
+        is_busy = False
+        while (slot := self._ring.take()) is not None:
+            is_busy = True
+            self._granted.add(slot)
+            posted = link_pb2.FramePosted(slot=slot)
+            self._channel.send(link_pb2.LinkNotice(frame_posted=posted), self._timeout_s)
+        return is_busy
+
+    def abort(self) -> None:
+        """Does nothing: nothing was launched here."""
+
+
+class NcclIn:
+    """Receives are launched one by one."""
+
+    transport = "nccl"
+    waits_for_peer = False
+
+    def __init__(
+        self,
+        ring: LandingRing,
+        channel: NoticeChannel,
+        timeout_s: float,
+        device: LinkDevice,
+        end: NcclEnd,
+    ) -> None:
+        """Takes over the communicator's end."""
+        self._ring = ring
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._end = end
+        self._lane: Lane = device.make_lane()
+
+    def accept(self, landing: Landing) -> bool:
+        """Takes a slot, tells the peer, and launches the receive."""
+        slot = self._ring.take()
+        if slot is None:
+            return False
+        landing.slot = slot
+        # First the word, then the launch: the two ends may have to meet in it.
+        posted = link_pb2.FramePosted(sequence=landing.ready.sequence)
+        self._channel.send(link_pb2.LinkNotice(frame_posted=posted), self._timeout_s)
+        self._lane.receive(self._end, self._ring.slot(slot, landing.ready.num_bytes))
+        landing.received = self._lane.mark()
+        return True
+
+    def has_arrived(self, landing: Landing) -> bool:
+        """Says whether the receive is done."""
+        return landing.received is not None and landing.received.is_reached()
+
+    def grant(self) -> bool:
+        """Does nothing: receives wait for READY."""
+        return False
+
+    def abort(self) -> None:
+        """Aborts the communicator: a receive whose peer is gone never ends by itself."""
+        self._end.abort()

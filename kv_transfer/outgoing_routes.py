@@ -1,0 +1,207 @@
+"""How frames leave a GPU: straight into the peer's landing ring, or through NCCL.
+
+    push:  slot granted (POSTED) -> READY, gathered into it -> WRITTEN
+    nccl:  READY, gathered into a staging buffer -> POSTED -> sent -> WRITTEN
+
+With push the peer grants its slots beforehand, so a frame waits for no answer. An NCCL receive
+occupies the peer's GPU while it waits: it is posted only when its frame is about to be sent.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kv_transfer.faults import FrameFaults
+from kv_transfer.link_device import DeviceMemory, FrameSum, Lane, LinkDevice, Mark, NcclEnd
+from kv_transfer.notices import LinkBroken
+from kv_transfer.transport import OutgoingFrame
+from pdserve.cache.kv_region import KvRegion
+from pdserve.config.link_memory import NUM_STAGED
+from pdserve.rpc.v1 import link_pb2
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Flight:
+    """A frame under way."""
+
+    frame: OutgoingFrame
+    region: KvRegion
+    sequence: int
+    since_s: float
+    """When its present stage began."""
+    slot: int = 0
+    """Of the peer's ring, or of the staging buffers."""
+    packed: Tensor | None = None
+    checksum: FrameSum | None = None
+    read: Mark | None = None
+    """Behind the last reading of its blocks."""
+    done: Mark | None = None
+    """Behind all that this end has to do."""
+
+
+class Packer:
+    """Packs frames, with a checksum and the faults that are injected on purpose."""
+
+    def __init__(self, faults: FrameFaults, *, has_checksums: bool) -> None:
+        """Keeps both."""
+        self.delay_s = faults.delay_s
+        """Added before each frame."""
+        self._faults = faults
+        self._has_checksums = has_checksums
+
+    def pack(self, lane: Lane, flight: Flight, target: Tensor) -> None:
+        """Launches the packing of a frame into `target`."""
+        number = self._faults.count()
+        is_spoilt = self._faults.spoils_silently(number)
+        has_sum = self._has_checksums and not is_spoilt
+        flight.packed = target
+        flight.checksum = lane.gather(flight.region, target, has_sum=has_sum)
+        if is_spoilt:
+            with lane.entered():
+                self._faults.spoil_before_checksum(number, target)
+            flight.checksum = lane.add_up(target) if self._has_checksums else None
+        if self._faults.spoils_visibly(number):
+            with lane.entered():
+                self._faults.spoil_after_checksum(number, target)
+
+
+class OutRoute(Protocol):
+    """What a transport does for a sender. Belongs to the link's thread."""
+
+    transport: str
+
+    def has_room(self) -> bool:
+        """Says whether another frame may begin."""
+        ...
+
+    def begin(self, flight: Flight, packer: Packer) -> None:
+        """Launches the reading of a frame's blocks."""
+        ...
+
+    def take_posted(self, posted: link_pb2.FramePosted) -> None:
+        """Takes the peer's word on a slot."""
+        ...
+
+    def advance(self, flight: Flight) -> bool:
+        """Launches what has become possible; says whether there was something."""
+        ...
+
+    def finish(self, flight: Flight) -> None:
+        """Takes back what a frame occupied here."""
+        ...
+
+    def abort(self) -> None:
+        """Ends what may hang."""
+        ...
+
+    def close(self) -> None:
+        """Gives all memory back; nothing may be under way."""
+        ...
+
+
+class PushRoute:
+    """Gathers into the peer's ring."""
+
+    transport = "push"
+
+    def __init__(self, device: LinkDevice, ring: DeviceMemory, num_slots: int) -> None:
+        """Takes over the opened ring; the peer grants its slots."""
+        self._ring = ring
+        self._slots = ring.tensor.view(num_slots, -1)
+        self._lane = device.make_lane()
+        self._granted: deque[int] = deque()
+
+    def has_room(self) -> bool:
+        """True while the peer has a slot for us."""
+        return bool(self._granted)
+
+    def begin(self, flight: Flight, packer: Packer) -> None:
+        """Launches the one kernel."""
+        if flight.frame.num_bytes > self._slots.shape[1]:
+            raise LinkBroken(
+                f"a frame of {flight.frame.num_bytes} bytes for {self._slots.shape[1]}"
+            )
+        flight.slot = self._granted.popleft()
+        packer.pack(self._lane, flight, self._slots[flight.slot, : flight.frame.num_bytes])
+        flight.read = flight.done = self._lane.mark()
+
+    def take_posted(self, posted: link_pb2.FramePosted) -> None:
+        """Takes a slot that is free at the peer."""
+        if posted.slot >= self._slots.shape[0] or posted.slot in self._granted:
+            raise LinkBroken(f"slot {posted.slot} was granted, which is none or is granted already")
+        self._granted.append(posted.slot)
+
+    def advance(self, flight: Flight) -> bool:
+        """Does nothing: one launch is all."""
+        return False
+
+    def finish(self, flight: Flight) -> None:
+        """Leaves the slot with the peer."""
+
+    def abort(self) -> None:
+        """Does nothing: a gather ends by itself, whatever the peer does."""
+
+    def close(self) -> None:
+        """Unmaps the ring."""
+        self._ring.close()
+
+
+class NcclRoute:
+    """Gathers into staging buffers and sends them."""
+
+    transport = "nccl"
+
+    def __init__(self, device: LinkDevice, end: NcclEnd, slot_bytes: int) -> None:
+        """Takes over the communicator's end.
+
+        Raises:
+            DeviceFault: there is no memory for the staging buffers.
+        """
+        self._end = end
+        self._memory = device.make_memory(NUM_STAGED * slot_bytes)
+        self._staged = self._memory.tensor.view(NUM_STAGED, -1)
+        self._packing, self._sending = device.make_lane(), device.make_lane()
+        self._free = deque(range(NUM_STAGED))
+        self._posted: set[int] = set()
+
+    def has_room(self) -> bool:
+        """True while a staging buffer is free."""
+        return bool(self._free)
+
+    def begin(self, flight: Flight, packer: Packer) -> None:
+        """Launches the packing."""
+        if flight.frame.num_bytes > self._staged.shape[1]:
+            raise LinkBroken(
+                f"a frame of {flight.frame.num_bytes} bytes for {self._staged.shape[1]}"
+            )
+        flight.slot = self._free.popleft()
+        packer.pack(self._packing, flight, self._staged[flight.slot, : flight.frame.num_bytes])
+        flight.read = self._packing.mark()
+
+    def take_posted(self, posted: link_pb2.FramePosted) -> None:
+        """Notes that a frame's receive is posted."""
+        self._posted.add(posted.sequence)
+
+    def advance(self, flight: Flight) -> bool:
+        """Launches the sending of a frame that the peer waits for."""
+        if flight.sequence not in self._posted or flight.packed is None or flight.read is None:
+            return False
+        self._posted.remove(flight.sequence)
+        self._sending.wait_for(flight.read)
+        self._sending.send(self._end, flight.packed)
+        flight.done = self._sending.mark()
+        return True
+
+    def finish(self, flight: Flight) -> None:
+        """Frees the staging buffer."""
+        self._free.append(flight.slot)
+
+    def abort(self) -> None:
+        """Aborts the communicator: a send whose peer is gone never ends by itself."""
+        self._end.abort()
+
+    def close(self) -> None:
+        """Frees the staging buffers."""
+        self._memory.close()

@@ -1,0 +1,299 @@
+"""Gathers tokens of scattered KV blocks into a frame, and scatters a frame into blocks.
+
+Letters: L layer, K key or value, B block, S slot, T token, H KV head, D head dim.
+
+A frame holds its values in the order LKTHD, then, of dtype fp8, one scale for each of LKTH. All
+kernels run on as few programs as they are told, in loops: beside them, matrix products go on.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHECKSUM_WORDS = 2
+"""int64, modulo 2^32: the sum of a frame's words, and of each times its odd weight 2 i + 1."""
+MAX_FP8 = 448.0
+_TILE_WORDS = 4096
+_NUM_WARPS = 8
+_SIZES = ["offset", "num_tokens", "num_rows", "num_words"]
+"""They differ from frame to frame: compiled for none of them, no frame waits for a compiler."""
+_TILE_VALUES = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameRows:
+    """The tokens of some layers and heads that a frame holds."""
+
+    values: Tensor
+    """LKBSHD: a view of the blocks, of the frame's layers and heads only."""
+    block_ids: Tensor
+    """int32 or int64, on the device: the blocks that hold the tokens, in order."""
+    offset: int
+    """Slot of the first token in the first block."""
+    num_tokens: int
+
+
+@triton.jit
+def _slot_of(token, block_ids_ptr, offset, is_inside, BLOCK_SIZE: tl.constexpr):
+    place = token + offset
+    block = tl.load(block_ids_ptr + place // BLOCK_SIZE, mask=is_inside, other=0)
+    return block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE
+
+
+@triton.jit
+def _add(cell_ptr, parts):
+    tl.atomic_add(cell_ptr, tl.sum(parts, axis=0))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def copy_rows_kernel(
+    blocks_ptr,
+    frame_ptr,
+    block_ids_ptr,
+    checksum_ptr,
+    offset,
+    num_tokens,
+    num_rows,
+    row_words,
+    stride_l,
+    stride_k,
+    slot_stride,
+    IS_GATHER: tl.constexpr,
+    HAS_CHECKSUM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Copies rows of words, one for each (layer, K or V, token); loops over its tiles."""
+    words = tl.arange(0, BLOCK_W)[None, :]
+    is_word = words < row_words
+    total = tl.zeros([BLOCK_R, BLOCK_W], dtype=tl.int32)
+    weighted = tl.zeros([BLOCK_R, BLOCK_W], dtype=tl.int32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_R), tl.num_programs(0)):
+        rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+        is_row = rows < num_rows
+        plane = (rows // num_tokens).to(tl.int64)
+        slot = _slot_of(rows % num_tokens, block_ids_ptr, offset, is_row, BLOCK_SIZE)
+        in_blocks = (plane // 2) * stride_l + (plane % 2) * stride_k + slot * slot_stride
+        in_frame = rows.to(tl.int64) * row_words
+        is_inside = is_row[:, None] & is_word
+        block_at = blocks_ptr + in_blocks[:, None] + words
+        frame_at = frame_ptr + in_frame[:, None] + words
+        if IS_GATHER:
+            data = tl.load(block_at, mask=is_inside, other=0)
+            tl.store(frame_at, data, mask=is_inside)
+            if HAS_CHECKSUM:
+                index = rows[:, None] * row_words + words
+                total += data
+                weighted += data * (2 * index + 1)
+        else:
+            data = tl.load(frame_at, mask=is_inside, other=0)
+            tl.store(block_at, data, mask=is_inside)
+    if HAS_CHECKSUM:
+        _add(checksum_ptr, tl.sum(total.to(tl.int64), axis=1))
+        _add(checksum_ptr + 1, tl.sum(weighted.to(tl.int64), axis=1))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def convert_rows_kernel(
+    blocks_ptr,
+    frame_ptr,
+    scales_ptr,
+    block_ids_ptr,
+    offset,
+    num_tokens,
+    num_rows,
+    num_heads,
+    head_dim,
+    stride_l,
+    stride_k,
+    slot_stride,
+    head_stride,
+    max_value,
+    IS_GATHER: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copies rows of values, one for each (layer, K or V, token, head), to another dtype."""
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    is_column = columns < head_dim
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_R), tl.num_programs(0)):
+        rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+        is_row = rows < num_rows
+        head = (rows % num_heads).to(tl.int64)
+        token = (rows // num_heads) % num_tokens
+        plane = (rows // num_heads // num_tokens).to(tl.int64)
+        slot = _slot_of(token, block_ids_ptr, offset, is_row, BLOCK_SIZE)
+        in_blocks = (plane // 2) * stride_l + (plane % 2) * stride_k
+        in_blocks += slot * slot_stride + head * head_stride
+        is_inside = is_row[:, None] & is_column
+        block_at = blocks_ptr + in_blocks[:, None] + columns
+        frame_at = frame_ptr + (rows.to(tl.int64) * head_dim)[:, None] + columns
+        if IS_GATHER:
+            data = tl.load(block_at, mask=is_inside, other=0).to(tl.float32)
+            if HAS_SCALES:
+                largest = tl.max(tl.abs(data), axis=1)
+                scale = tl.where(largest > 0, largest / max_value, 1.0)
+                tl.store(scales_ptr + rows, scale, mask=is_row)
+                # Division may round to just above the largest value, which would become NaN.
+                data = tl.clamp(data / scale[:, None], -max_value, max_value)
+            tl.store(frame_at, data.to(frame_ptr.dtype.element_ty), mask=is_inside)
+        else:
+            # fp8 knows no zero to fill with; what is masked is not stored either.
+            data = tl.load(frame_at, mask=is_inside).to(tl.float32)
+            if HAS_SCALES:
+                data *= tl.load(scales_ptr + rows, mask=is_row, other=0)[:, None]
+            tl.store(block_at, data.to(blocks_ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def checksum_kernel(frame_ptr, checksum_ptr, num_words, BLOCK_W: tl.constexpr):
+    """Adds a frame's words up; loops over its tiles."""
+    total = tl.zeros([BLOCK_W], dtype=tl.int32)
+    weighted = tl.zeros([BLOCK_W], dtype=tl.int32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_words, BLOCK_W), tl.num_programs(0)):
+        index = tile * BLOCK_W + tl.arange(0, BLOCK_W)
+        data = tl.load(frame_ptr + index, mask=index < num_words, other=0)
+        total += data
+        weighted += data * (2 * index + 1)
+    _add(checksum_ptr, total.to(tl.int64))
+    _add(checksum_ptr + 1, weighted.to(tl.int64))
+
+
+def gather_frame(
+    rows: FrameRows,
+    frame: Tensor,
+    dtype: torch.dtype,
+    checksum: Tensor | None = None,
+    *,
+    num_programs: int,
+) -> None:
+    """Writes a frame.
+
+    Args:
+        rows: what it holds.
+        frame: uint8, of its size, aligned to 16 bytes.
+        dtype: of its values.
+        checksum: int64 [2], zero, gets the frame's checksum; None skips it.
+        num_programs: how many run at a time, at most.
+    """
+    if dtype == rows.values.dtype and _has_whole_rows(rows):
+        _copy(rows, frame, checksum, num_programs, is_gather=True)
+        return
+    _convert(rows, frame, dtype, num_programs, is_gather=True)
+    if checksum is not None:
+        add_checksum(frame, checksum, num_programs=num_programs)
+
+
+def scatter_frame(rows: FrameRows, frame: Tensor, dtype: torch.dtype, *, num_programs: int) -> None:
+    """Writes a frame's values to their blocks.
+
+    Args:
+        rows: where they go; no two of its blocks are the same.
+        frame: uint8, of its size, aligned to 16 bytes.
+        dtype: of its values.
+        num_programs: how many run at a time, at most.
+    """
+    if dtype == rows.values.dtype and _has_whole_rows(rows):
+        _copy(rows, frame, None, num_programs, is_gather=False)
+    else:
+        _convert(rows, frame, dtype, num_programs, is_gather=False)
+
+
+def add_checksum(frame: Tensor, checksum: Tensor, *, num_programs: int) -> None:
+    """Adds a frame's checksum to `checksum`, int64 [2]; the order of programs does not matter."""
+    words = frame.view(torch.int32)
+    num_tiles = triton.cdiv(words.numel(), _TILE_WORDS)
+    checksum_kernel[(min(num_programs, num_tiles),)](
+        words, checksum, words.numel(), BLOCK_W=_TILE_WORDS, num_warps=_NUM_WARPS
+    )
+
+
+def _has_whole_rows(rows: FrameRows) -> bool:
+    """Says whether a token's heads lie side by side, in whole words."""
+    values = rows.values
+    size = values.element_size()
+    row_values = values.shape[4] * values.shape[5]
+    counts = (row_values, values.stride(3), values.storage_offset())
+    return values.stride(4) == values.shape[5] and all(count * size % 4 == 0 for count in counts)
+
+
+def _copy(
+    rows: FrameRows, frame: Tensor, checksum: Tensor | None, num_programs: int, *, is_gather: bool
+) -> None:
+    values = rows.values
+    per_word = 4 // values.element_size()
+    row_words = values.shape[4] * values.shape[5] // per_word
+    num_rows = values.shape[0] * 2 * rows.num_tokens
+    block_w = triton.next_power_of_2(row_words)
+    block_r = max(1, _TILE_WORDS // block_w)
+    grid = (min(num_programs, triton.cdiv(num_rows, block_r)),)
+    words = frame.view(torch.int32)
+    assert words.numel() == num_rows * row_words
+    copy_rows_kernel[grid](
+        _as_words(values),
+        words,
+        rows.block_ids,
+        words if checksum is None else checksum,
+        rows.offset,
+        rows.num_tokens,
+        num_rows,
+        row_words,
+        values.stride(0) // per_word,
+        values.stride(1) // per_word,
+        values.stride(3) // per_word,
+        IS_GATHER=is_gather,
+        HAS_CHECKSUM=checksum is not None,
+        BLOCK_SIZE=values.shape[3],
+        BLOCK_R=block_r,
+        BLOCK_W=block_w,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _as_words(values: Tensor) -> Tensor:
+    """Returns memory from a view's first value on as int32; strides are up to the reader."""
+    flat = values.as_strided((2 if values.element_size() == 2 else 1,), (1,))
+    return flat.view(torch.int32)
+
+
+def _convert(
+    rows: FrameRows, frame: Tensor, dtype: torch.dtype, num_programs: int, *, is_gather: bool
+) -> None:
+    values = rows.values
+    num_layers, _, _, block_size, num_heads, head_dim = values.shape
+    num_rows = num_layers * 2 * rows.num_tokens * num_heads
+    has_scales = dtype.itemsize == 1
+    num_value_bytes = num_rows * head_dim * dtype.itemsize
+    packed = frame[:num_value_bytes].view(dtype)
+    scales = frame[-num_rows * 4 :].view(torch.float32) if has_scales else packed
+    block_d = triton.next_power_of_2(head_dim)
+    block_r = max(1, _TILE_VALUES // block_d)
+    grid = (min(num_programs, triton.cdiv(num_rows, block_r)),)
+    convert_rows_kernel[grid](
+        values,
+        packed,
+        scales,
+        rows.block_ids,
+        rows.offset,
+        rows.num_tokens,
+        num_rows,
+        num_heads,
+        head_dim,
+        values.stride(0),
+        values.stride(1),
+        values.stride(3),
+        values.stride(4),
+        MAX_FP8,
+        IS_GATHER=is_gather,
+        HAS_SCALES=has_scales,
+        BLOCK_SIZE=block_size,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )

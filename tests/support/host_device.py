@@ -1,0 +1,224 @@
+"""A `LinkDevice` without a GPU: peer memory in shared host memory, work done as it is launched.
+
+Marks are reached at once, unless a test holds them; NCCL is a meeting of two ends in one process.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kv_transfer.link_device import DeviceFault, Mark
+from pdserve.cache.kv_region import KvRegion
+from pdserve.cache.kv_tensors import KvTensors
+from tests.support.host_peer_memory import HostOpenedBuffer, HostPeerBuffer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class Switches:
+    """What a test breaks or holds."""
+
+    is_holding: bool = False
+    """No new mark is reached."""
+    is_failing: bool = False
+    """Asking a mark raises."""
+    cannot_allocate: bool = False
+    cannot_open: bool = False
+    cannot_join: bool = False
+    loses_receives: bool = False
+    """A receive never ends, until the communicator is aborted."""
+    steps_wait_for: list[Mark] = field(default_factory=list)
+    num_aborted: int = 0
+    num_open: int = 0
+    """Memories that were not closed."""
+    gathered: list[KvRegion] = field(default_factory=list)
+
+
+class HostMark:
+    def __init__(self, switches: Switches, is_done: Callable[[], bool] = lambda: True) -> None:
+        self._switches = switches
+        self._is_done = is_done
+        self._is_held = switches.is_holding
+
+    def is_reached(self) -> bool:
+        if self._switches.is_failing:
+            raise DeviceFault("CUDA error: an illegal memory access was encountered")
+        self._is_held = self._is_held and self._switches.is_holding
+        return not self._is_held and self._is_done()
+
+
+class HostSum:
+    def __init__(self, frame: Tensor) -> None:
+        words = frame.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        weights = 2 * torch.arange(words.numel()) + 1
+        plain, weighted = int(words.sum()), int((words * weights).sum())
+        self._value = (weighted & 0xFFFFFFFF) << 32 | (plain & 0xFFFFFFFF)
+
+    def value(self) -> int:
+        return self._value
+
+
+class Memory:
+    """Counts what was not closed."""
+
+    def __init__(self, switches: Switches, buffer: HostPeerBuffer | HostOpenedBuffer) -> None:
+        self._switches = switches
+        self._buffer: HostPeerBuffer | HostOpenedBuffer | None = buffer
+        self.tensor = buffer.tensor
+        self.handle = buffer.handle if isinstance(buffer, HostPeerBuffer) else b""
+        switches.num_open += 1
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._switches.num_open -= 1
+            self._buffer.close()
+        self._buffer = None
+
+
+class Network:
+    """Where NCCL ends meet."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.members: dict[bytes, set[int]] = {}
+        self.frames: dict[bytes, list[Tensor]] = {}
+        self.num_ids = 0
+
+
+class HostEnd:
+    def __init__(self, network: Network, nccl_id: bytes, switches: Switches) -> None:
+        self.network = network
+        self.nccl_id = nccl_id
+        self.is_aborted = False
+        self._switches = switches
+
+    def abort(self) -> None:
+        if not self.is_aborted:
+            self._switches.num_aborted += 1
+        self.is_aborted = True
+
+
+class HostLane:
+    def __init__(self, kv: KvTensors, switches: Switches) -> None:
+        self._kv = kv
+        self._switches = switches
+        self._is_done: Callable[[], bool] = lambda: True
+
+    def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> HostSum | None:
+        self._switches.gathered.append(region)
+        frame.copy_(self._kv.pack(region))
+        return HostSum(frame) if has_sum else None
+
+    def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
+        self.gather(region, frame, has_sum=False)
+
+    def add_up(self, frame: Tensor) -> HostSum:
+        return HostSum(frame)
+
+    def send(self, end: object, frame: Tensor) -> None:
+        assert isinstance(end, HostEnd)
+        with end.network.condition:
+            end.network.frames[end.nccl_id].append(frame.clone())
+
+    def receive(self, end: object, slot: Tensor) -> None:
+        assert isinstance(end, HostEnd)
+        before, frames, landed = self._is_done, end.network.frames[end.nccl_id], [False]
+
+        def is_done() -> bool:
+            if landed[0] or end.is_aborted:
+                return True
+            if not before() or not frames or self._switches.loses_receives:
+                return False
+            slot.copy_(frames.pop(0))
+            landed[0] = True
+            return True
+
+        self._is_done = is_done
+
+    def mark(self) -> HostMark:
+        return HostMark(self._switches, self._is_done)
+
+    def wait_for(self, mark: object) -> None:
+        assert isinstance(mark, HostMark)
+
+    def entered(self) -> nullcontext[None]:
+        return nullcontext()
+
+
+class HostDevice:
+    """One rank's GPU, as links see it."""
+
+    def __init__(
+        self, kv: KvTensors, network: Network, *, uuid: str, host_id: bytes = b"host"
+    ) -> None:
+        self.switches = Switches()
+        self.uuid = uuid
+        self.host_id = host_id
+        self._kv = kv
+        self._network = network
+
+    def enter_thread(self) -> None:
+        pass
+
+    def make_memory(self, num_bytes: int) -> Memory:
+        if self.switches.cannot_allocate:
+            raise DeviceFault("cudaMalloc failed: out of memory (2)")
+        return Memory(self.switches, HostPeerBuffer(num_bytes, CPU))
+
+    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
+        if self.switches.cannot_open:
+            raise DeviceFault("cudaIpcOpenMemHandle failed: invalid device context (201)")
+        return Memory(self.switches, HostOpenedBuffer(handle, num_bytes, CPU))
+
+    def make_host_frame(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def make_nccl_id(self) -> bytes:
+        with self._network.condition:
+            self._network.num_ids += 1
+            nccl_id = b"nccl %d" % self._network.num_ids
+            self._network.members[nccl_id] = set()
+            self._network.frames[nccl_id] = []
+            return nccl_id
+
+    def join_nccl(
+        self, nccl_id: bytes, member: int, timeout_s: float, is_given_up: Callable[[], bool]
+    ) -> HostEnd:
+        if self.switches.cannot_join:
+            raise DeviceFault("NCCL: unhandled system error (2)")
+        deadline_s = time.monotonic() + timeout_s
+        with self._network.condition:
+            members = self._network.members[nccl_id]
+            members.add(member)
+            self._network.condition.notify_all()
+            while len(members) < 2:
+                if is_given_up() or time.monotonic() > deadline_s:
+                    raise DeviceFault(f"NCCL: the peer did not come within {timeout_s} s")
+                self._network.condition.wait(0.01)
+        return HostEnd(self._network, nccl_id, self.switches)
+
+    def make_lane(self) -> HostLane:
+        return HostLane(self._kv, self.switches)
+
+    def scatter(self, region: KvRegion, payload: Tensor) -> HostMark:
+        self._kv.scatter(region, payload)
+        return HostMark(self.switches)
+
+    def let_steps_wait_for(self, mark: Mark) -> None:
+        self.switches.steps_wait_for.append(mark)
+
+
+@contextmanager
+def held(device: HostDevice) -> Iterator[None]:
+    """Within, no work that is launched ends."""
+    device.switches.is_holding = True
+    try:
+        yield
+    finally:
+        device.switches.is_holding = False
