@@ -8,6 +8,7 @@ Letters: M rows, E hidden, S partial sums of a product, R rows, N columns of one
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -87,10 +88,12 @@ def share_device_memory(device: torch.device) -> MemoryKind:
 
 
 def share_files(folder: Path, name: str) -> MemoryKind:
-    """Shares files in a folder; `name` is this rank's own."""
+    """Shares files in a folder; those that begin with `name` are this rank's own."""
+    numbers = count()
 
     def allocate(num_bytes: int) -> tuple[SharedMemory, bytes]:
-        return FileMemory(folder / name, num_bytes), name.encode()
+        file_name = f"{name}-{next(numbers)}"
+        return FileMemory(folder / file_name, num_bytes), file_name.encode()
 
     return MemoryKind(
         allocate=allocate, open=lambda handle, size: FileMemory(folder / handle.decode(), size)
