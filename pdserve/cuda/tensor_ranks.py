@@ -33,8 +33,8 @@ MIN_TWO_SHOT_ROWS = 256
 MAX_RING_ROWS = 4096
 """More rows go over the rings in pieces: as quick on two H200s, and 64 MiB a slot and rank are kept
 for KV."""
-NUM_HOST_FLAGS = 3
-"""One is written while two steps wait to be read."""
+NUM_HOST_FLAGS = 16
+"""One is written while all other steps in flight wait to be read, two a stage."""
 
 
 class SharedMemory(Protocol):
