@@ -34,7 +34,7 @@ class FrameQueue:
 
         Args:
             max_waiting: frames; one more has no room.
-            wake: called when there is something new for the link's thread.
+            wake: called when it ends.
         """
         self._max_waiting = max_waiting
         self._wake = wake
@@ -79,7 +79,6 @@ class FrameQueue:
                 return False
             self._waiting.append(frame)
             self._condition.notify_all()
-        self._wake()
         return True
 
     def cancel(self, reservation_id: ReservationId) -> tuple[Mark, ...]:

@@ -1,7 +1,7 @@
 """How frames leave a GPU: straight into the peer's landing ring, or through NCCL.
 
-    push:  slot granted (POSTED) -> READY, gathered into it -> WRITTEN
-    nccl:  READY, gathered into a staging buffer -> POSTED -> sent -> WRITTEN
+    push:  slot granted (POSTED) -> gathered into it -> READY and WRITTEN
+    nccl:  gathered into a staging buffer, READY -> POSTED -> sent -> WRITTEN
 
 With push the peer grants its slots beforehand, so a frame waits for no answer. An NCCL receive
 occupies the peer's GPU while it waits: it is posted only when its frame is about to be sent.
@@ -39,6 +39,9 @@ class Flight:
     """Behind the last reading of its blocks."""
     done: Mark | None = None
     """Behind all that this end has to do."""
+    expected_at_s: float = 0.0
+    """When it may be done, at the earliest."""
+    is_announced: bool = False
 
 
 class Packer:
@@ -68,9 +71,11 @@ class Packer:
 
 
 class OutRoute(Protocol):
-    """What a transport does for a sender. Belongs to the link's thread."""
+    """What a transport does for a sender. One thread at a time."""
 
     transport: str
+    needs_answer: bool
+    """A frame is announced at once, and goes on when the peer has answered."""
 
     def has_room(self) -> bool:
         """Says whether another frame may begin."""
@@ -105,6 +110,7 @@ class PushRoute:
     """Gathers into the peer's ring."""
 
     transport = "push"
+    needs_answer = False
 
     def __init__(self, device: LinkDevice, ring: DeviceMemory, num_slots: int) -> None:
         """Takes over the opened ring; the peer grants its slots."""
@@ -152,6 +158,7 @@ class NcclRoute:
     """Gathers into staging buffers and sends them."""
 
     transport = "nccl"
+    needs_answer = True
 
     def __init__(self, device: LinkDevice, end: NcclEnd, slot_bytes: int) -> None:
         """Takes over the communicator's end.
@@ -188,7 +195,7 @@ class NcclRoute:
         """Launches the sending of a frame that the peer waits for."""
         if flight.sequence not in self._posted or flight.packed is None or flight.read is None:
             return False
-        self._posted.remove(flight.sequence)
+        self._posted.discard(flight.sequence)
         self._sending.wait_for(flight.read)
         self._sending.send(self._end, flight.packed)
         flight.done = self._sending.mark()
