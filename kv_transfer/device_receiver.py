@@ -73,10 +73,12 @@ class DeviceReceiver:
         """
         while not self._has_ended():
             is_busy = self._take_notices()
-            is_busy |= self._accept()
-            is_busy |= self._check()
-            is_busy |= self._land()
-            is_busy |= self._ring.reclaim() > 0
+            if self._announced:
+                is_busy |= self._accept()
+                is_busy |= self._check()
+                is_busy |= self._land()
+            if self._ring.is_draining:
+                is_busy |= self._ring.reclaim() > 0
             is_busy |= self._route.grant()
             if not is_busy:
                 self._check_deadlines()

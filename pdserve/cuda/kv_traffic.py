@@ -85,11 +85,11 @@ class Packers:
         Raises:
             ValueError: the region reaches beyond this rank's memory.
         """
-        values = self._kv.view(region)
+        self._kv.check_region(region)
         key = (region.layers, region.heads, region.dtype)
         packer = self._made.get(key)
         if packer is None:
-            dtype = FRAME_DTYPES[region.dtype]
+            values, dtype = self._kv.view(region), FRAME_DTYPES[region.dtype]
             packer = self._made[key] = FramePacker(values, dtype, self._num_programs)
         return packer
 
