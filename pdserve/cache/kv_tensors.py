@@ -150,6 +150,15 @@ class KvTensors:
         heads = _within(region.heads, self.part.kv_heads, "heads")
         return self._blocks_LKBSHD[layers.start : layers.stop, ..., heads.start : heads.stop, :]
 
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Copies one block over all layers.
+
+        Raises:
+            ValueError: a block id is out of range.
+        """
+        self._check_blocks((source, target))
+        self._blocks_LKBSHD[:, :, target] = self._blocks_LKBSHD[:, :, source]
+
     def _select(self, region: KvRegion) -> tuple[Tensor, Tensor]:
         """Returns a view of the region's layers and heads, and what to pick along its third axis.
 
