@@ -22,9 +22,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu_serving import gpu_names
 from benchmarks.handoff_ends import Order
-from benchmarks.report import RESULTS, versions
+from benchmarks.report import RESULTS, gpu_names, write_gpu
 
 KV_BYTES_PER_TOKEN = 131_072
 PEER_BYTES_PER_S = 390e9
@@ -229,7 +228,12 @@ def main() -> int:
     arguments = parser.parse_args()
     started_s = time.perf_counter()
     rows: list[Row] = []
-    failed = []
+    failed: list[str] = []
+
+    def save() -> None:
+        found = {"handoff": arguments.handoff, "failed": failed, "rows": rows}
+        write_gpu("gpu_handoff", arguments.out, __doc__, started_s, **found)
+
     parts = arguments.parts.split(",")
     for transport in arguments.transports.split(","):
         for part, measure in (("idle", measure_idle), ("prefill", measure_beside_prefill)):
@@ -237,24 +241,13 @@ def main() -> int:
                 continue
             try:
                 rows += measure(transport, arguments.handoff)
+                save()
             except (RuntimeError, ValueError) as error:
                 # One transport must not cost the others.
                 failed.append(f"{transport} {part}")
                 print(f"FAILED {transport} {part}: {error}", flush=True)
-    report = {
-        "benchmark": "gpu_handoff",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": gpu_names(),
-        "versions": versions(),
-        "seconds": time.perf_counter() - started_s,
-        "handoff": arguments.handoff,
-        "workload": (__doc__ or "").split("\n\n")[2],
-        "failed": failed,
-        "rows": rows,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {arguments.out}, {report['seconds']:.0f} s in all")
+    save()
+    print(f"written: {arguments.out}, {time.perf_counter() - started_s:.0f} s in all")
     return 1 if failed or any(row.get("holds") is False for row in rows) else 0
 
 

@@ -21,10 +21,9 @@ from pathlib import Path
 
 from benchmarks.gpu_engine import LLAMA_3_8B
 from benchmarks.gpu_harness import Stand, make_prompt, make_request
-from benchmarks.gpu_serving import gpu_names
 from benchmarks.gpu_tensor import TARGETS, measure_rows
 from benchmarks.rank_group import start_ranks
-from benchmarks.report import RESULTS, versions
+from benchmarks.report import RESULTS, write_gpu
 from decode_worker.scheduler import DecodeScheduler
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import lookahead_of
@@ -193,7 +192,11 @@ def main() -> int:
         return 0
     started_s = time.perf_counter()
     rows: list[Row] = []
-    failed = []
+    failed: list[str] = []
+
+    def save() -> None:
+        write_gpu("gpu_parallel", arguments.out, __doc__, started_s, failed=failed, rows=rows)
+
     for part in arguments.parts.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "rows.json"
@@ -204,20 +207,10 @@ def main() -> int:
                 print(f"FAILED {part}: status {status}", flush=True)
             else:
                 rows += json.loads(path.read_text())
+                save()
     rows += compare_stages(rows)
-    report = {
-        "benchmark": "gpu_parallel",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": gpu_names(),
-        "versions": versions(),
-        "seconds": time.perf_counter() - started_s,
-        "workload": (__doc__ or "").split("\n\n")[2],
-        "failed": failed,
-        "rows": rows,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {arguments.out}, {report['seconds']:.0f} s in all")
+    save()
+    print(f"written: {arguments.out}, {time.perf_counter() - started_s:.0f} s in all")
     return 1 if failed or any(row.get("holds") is False for row in rows) else 0
 
 

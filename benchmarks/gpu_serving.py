@@ -11,16 +11,13 @@ prefill and one for decode, whose first token comes from the decode worker.
 """
 
 import argparse
-import json
-import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.report import RESULTS, versions
+from benchmarks.report import RESULTS, write_gpu
 from benchmarks.serving_cluster import LoadClient, LoadResult, loading, serving
 from benchmarks.serving_figures import Figures, make_figures, queue_bound
 from benchmarks.serving_load import Answered, LoadPoint
@@ -68,8 +65,9 @@ Row = dict[str, object]
 class Bench:
     """The rows of one run."""
 
-    def __init__(self, seconds: float, rates: Sequence[str]) -> None:
-        """Has measured nothing."""
+    def __init__(self, seconds: float, rates: Sequence[str], save: Callable[[], None]) -> None:
+        """Has measured nothing; `save` is called after each load point."""
+        self._save = save
         self.rows: list[Row] = []
         self._seconds = seconds
         self._rates = rates
@@ -116,6 +114,7 @@ class Bench:
         row = self._row_of[mode, rate] = self._online_row(mode, rate, figures, result)
         self.rows.append(row)
         print(describe(mode, rate, figures), flush=True)
+        self._save()
 
     def _online_row(self, mode: str, rate: str, found: Figures, result: LoadResult) -> Row:
         row: Row = {
@@ -222,15 +221,6 @@ def describe(mode: str, rate: str, found: Figures) -> str:
     )
 
 
-def gpu_names() -> list[str]:
-    """Names the GPUs of this machine."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    return answer.stdout.split("\n")[:-1]
-
-
 def main() -> int:
     """Measures what is asked for and writes it down."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -242,8 +232,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_serving.json")
     arguments = parser.parse_args()
     started_s = time.perf_counter()
-    bench = Bench(arguments.seconds, arguments.rates.split(","))
     has_failed = False
+
+    def save() -> None:
+        parts = {"flags": arguments.flag, "rows": bench.rows}
+        write_gpu("gpu_serving", arguments.out, __doc__, started_s, **parts)
+
+    bench = Bench(arguments.seconds, arguments.rates.split(","), save)
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or make_model_folder(Path(scratch))
         for mode in arguments.modes.split(","):
@@ -253,19 +248,8 @@ def main() -> int:
                 has_failed = True
                 print(f"FAILED {mode}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
     bench.add_promises()
-    report = {
-        "benchmark": "gpu_serving",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": gpu_names(),
-        "versions": versions(),
-        "seconds": time.perf_counter() - started_s,
-        "flags": arguments.flag,
-        "workload": (__doc__ or "").split("\n\n")[2],
-        "rows": bench.rows,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {arguments.out}, {report['seconds']:.0f} s in all")
+    save()
+    print(f"written: {arguments.out}, {time.perf_counter() - started_s:.0f} s in all")
     return 1 if has_failed or any(row.get("holds") is False for row in bench.rows) else 0
 
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu_serving import gpu_names
-from benchmarks.report import RESULTS, versions
+from benchmarks.report import RESULTS, gpu_names, versions
 from benchmarks.serving_cluster import loading, serving
 from benchmarks.serving_load import Answered, LoadPoint
 from benchmarks.serving_model import make_model_folder

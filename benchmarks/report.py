@@ -2,6 +2,8 @@
 
 import json
 import platform
+import shutil
+import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -33,6 +35,38 @@ class Row:
         if self.bound is None:
             return None
         return self.value <= self.bound if self.better == "lower" else self.value >= self.bound
+
+
+def write_gpu(name: str, path: Path, doc: str | None, started_s: float, **parts: object) -> None:
+    """Writes what a benchmark of GPUs has found so far; a run may be ended by a time limit.
+
+    Args:
+        name: of the benchmark.
+        path: of the file.
+        doc: of its module; the third paragraph tells the load.
+        started_s: on `time.perf_counter`.
+        parts: `rows` and whatever else there is.
+    """
+    report = {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": gpu_names(),
+        "versions": versions(),
+        "seconds": time.perf_counter() - started_s,
+        "workload": (doc or "").split("\n\n")[2],
+        **parts,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def gpu_names() -> list[str]:
+    """Names the GPUs of this machine."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    return answer.stdout.split("\n")[:-1]
 
 
 def write(name: str, workload: str, rows: list[Row]) -> Path:

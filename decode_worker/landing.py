@@ -16,7 +16,7 @@ from kv_transfer.decode_actions import (
 )
 from kv_transfer.decode_counters import DecodeCounters
 from kv_transfer.decode_side import DecodeHandoffs
-from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown
+from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown, TokensTold
 from kv_transfer.shipping import Unloader, UnloadFrame, region_of
 from pdserve.errors import InvalidField
 from pdserve.rank.outbox import Outbox
@@ -105,6 +105,10 @@ class LandingDesk:
     def frame_unloaded(self, event: FrameUnloaded) -> None:
         """Notes that another rank has copied a frame into its blocks."""
         self._run(self._handoffs.frame_scattered(event.reservation_id, event.frame_index))
+
+    def tokens_told(self, event: TokensTold) -> None:
+        """Takes first tokens ahead of their commit."""
+        self._run(self._handoffs.tokens_told(event))
 
     def link_down(self, event: LinkDown) -> None:
         """Drops what a dead link had not delivered."""

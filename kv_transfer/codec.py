@@ -16,12 +16,13 @@ from kv_transfer.protocol import (
     LinkEndpoint,
     Refusal,
     RefusalReason,
+    SampledAhead,
 )
 from kv_transfer.transport import LinkStatus
 from pdserve.config.shape import KvShape
 from pdserve.request import HandoffId, Incarnation, Request, ReservationId, WorkerId
 from pdserve.rpc.codec import request_to_wire
-from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
+from pdserve.rpc.v1 import handoff_pb2, inference_pb2, link_pb2, rank_pb2, worker_pb2
 
 _UNAVAILABLE = 14
 """google.rpc.Code of a peer that nobody answers for."""
@@ -223,6 +224,37 @@ def commit_to_wire(
         envelope=envelope_to_wire(envelope),
         first_tokens=[first_token_to_wire(token) for token in tokens],
         manifest_digest=manifest_digest,
+    )
+
+
+def sampled_to_wire(words: SampledAhead) -> link_pb2.TokensSampled:
+    """Encodes first tokens that are told ahead of their commit."""
+    return link_pb2.TokensSampled(
+        reservation_id=words.reservation_id,
+        manifest_digest=words.manifest_digest,
+        output_index=words.first_tokens[0].output_index,
+        sample_indices=[token.sample_index for token in words.first_tokens],
+        token_ids=[token.token_id for token in words.first_tokens],
+    )
+
+
+def sampled_from_wire(wire: link_pb2.TokensSampled) -> SampledAhead:
+    """Decodes first tokens that are told ahead of their commit.
+
+    Raises:
+        ValueError: there are none, or not one for each sample.
+    """
+    if not wire.token_ids or len(wire.token_ids) != len(wire.sample_indices):
+        raise ValueError(
+            f"{len(wire.token_ids)} first tokens of {len(wire.sample_indices)} samples were told"
+        )
+    return SampledAhead(
+        reservation_id=ReservationId(wire.reservation_id),
+        manifest_digest=wire.manifest_digest,
+        first_tokens=tuple(
+            FirstToken(token_id=token_id, output_index=wire.output_index, sample_index=index)
+            for token_id, index in zip(wire.token_ids, wire.sample_indices, strict=True)
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from kv_transfer.decode_actions import (
     Start,
 )
 from kv_transfer.decode_counters import DecodeCounters
-from kv_transfer.events import FrameLanded, LinkEnds, LinkId
+from kv_transfer.events import FrameLanded, LinkEnds, LinkId, TokensTold
 from kv_transfer.fences import Fences
 from kv_transfer.lanes import KvPair, make_pair
 from kv_transfer.plan import make_manifest
@@ -177,6 +177,17 @@ class DecodeHandoffs:
             return self._abort(entry, RefusalReason.INCOMPATIBLE, "two different first tokens")
         entry.first_tokens = first_tokens
         entry.expires_at_s = self._clock.now() + self._config.lease_s
+        return self._start_if_landed(entry)
+
+    def tokens_told(self, told: TokensTold) -> list[DecodeAction]:
+        """Takes first tokens ahead of their commit, which says the same and is answered then.
+
+        What does not fit is left to the commit to refuse.
+        """
+        entry = self._reservations.get(told.words.reservation_id)
+        if entry is None or not entry.takes_at_its_word(told):
+            return []
+        entry.first_tokens = told.words.first_tokens
         return self._start_if_landed(entry)
 
     def abort(self, envelope: Envelope, detail: str) -> list[DecodeAction]:

@@ -25,7 +25,7 @@ MAX_ANNOUNCED = 256
 class DeviceReceiver:
     """The receiving loop of a link over one of the device's transports. The link's thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         *,
         route: InRoute,
@@ -35,6 +35,7 @@ class DeviceReceiver:
         timeout_s: float,
         has_ended: Callable[[], bool],
         deliver: Callable[[link_pb2.FrameReady, int, bool], None],
+        hear: Callable[[link_pb2.TokensSampled], None],
     ) -> None:
         """Starts without frames.
 
@@ -46,6 +47,7 @@ class DeviceReceiver:
             timeout_s: deadline of each stage of a frame.
             has_ended: asked in each turn.
             deliver: takes a frame that landed: its announcement, its slot, whether it is intact.
+            hear: takes first tokens that the peer tells ahead of their commit.
         """
         self._route = route
         self._ring = ring
@@ -53,6 +55,7 @@ class DeviceReceiver:
         self._timeout_s = timeout_s
         self._has_ended = has_ended
         self._deliver = deliver
+        self._hear = hear
         self._checks: Lane = device.make_lane()
         self._announced: list[Landing] = []
         """In the order of their sequence; those without a slot are the last ones."""
@@ -108,6 +111,8 @@ class DeviceReceiver:
                     self._announce(notice.frame_ready)
                 case "frame_written":
                     self._note_written(notice.frame_written)
+                case "tokens_sampled":
+                    self._hear(notice.tokens_sampled)
                 case "bye":
                     take_bye(notice.bye)
                 case other:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kv_transfer import codec
 from kv_transfer.frame_queue import FrameQueue
 from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
 from kv_transfer.outgoing_routes import Flight, OutRoute, Packer
@@ -96,6 +97,7 @@ class DeviceSender:
         """
         while self._queue.end is None:
             is_busy = self._take_notices()
+            is_busy |= self._tell()
             # One at a time: word of those that are through must not wait for all that begin.
             is_busy |= self.begin(1)
             is_busy |= self._announce()
@@ -148,6 +150,14 @@ class DeviceSender:
                     take_bye(notice.bye)
                 case other:
                     raise LinkBroken(f"{other} came instead of frame_posted")
+        return is_busy
+
+    def _tell(self) -> bool:
+        is_busy = False
+        while (words := self._queue.take_words()) is not None:
+            is_busy = True
+            notice = link_pb2.LinkNotice(tokens_sampled=codec.sampled_to_wire(words))
+            self._channel.send(notice, self._timeout_s)
         return is_busy
 
     def _announce(self) -> bool:

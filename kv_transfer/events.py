@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kv_transfer.protocol import SampledAhead
 from pdserve.request import Incarnation, ReservationId, WorkerId
 
 
@@ -72,7 +73,15 @@ class FrameUnloaded:
     frame_index: int
 
 
-LinkEvent = FrameLanded | FrameSent | LinkDown
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensTold:
+    """A prefill worker tells first tokens ahead of their commit."""
+
+    link: LinkId
+    words: SampledAhead
+
+
+LinkEvent = FrameLanded | FrameSent | LinkDown | TokensTold
 
 Post = Callable[[LinkEvent], None]
 """Puts an event into the engine's inbox; safe to call from any thread, never blocks."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.link_device import Mark
+from kv_transfer.protocol import SampledAhead
 from kv_transfer.transport import OutgoingFrame
 from pdserve.request import ReservationId
 
@@ -40,6 +41,7 @@ class FrameQueue:
         self._wake = wake
         self._waiting: deque[OutgoingFrame] = deque()
         self._under_way: list[_UnderWay] = []
+        self._words: deque[SampledAhead] = deque()
         self._condition = threading.Condition()
         self._end: LinkEnd | None = None
 
@@ -80,6 +82,17 @@ class FrameQueue:
             self._waiting.append(frame)
             self._condition.notify_all()
         return True
+
+    def tell(self, words: SampledAhead) -> None:
+        """Adds words for the peer; they wait for no frame."""
+        with self._condition:
+            self._words.append(words)
+        self._wake()
+
+    def take_words(self) -> SampledAhead | None:
+        """Takes the next words; None: there are none."""
+        # Without the lock: asked in each turn of the link's thread, and a deque needs none.
+        return self._words.popleft() if self._words else None
 
     def cancel(self, reservation_id: ReservationId) -> tuple[Mark, ...]:
         """Drops waiting frames of a reservation; one under way is sent to its end.

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkId, Post
+from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkId, Post, TokensTold
 from kv_transfer.link_device import Mark
-from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.request import Incarnation, ReservationId, WorkerId
 
@@ -189,6 +189,12 @@ class MemorySender:
                 detail="broken",
             )
         )
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        """Tells first tokens, if there is a link."""
+        link = self._links.get((peer, 0))
+        if link is not None:
+            link.receiver.post(TokensTold(link=self._far_id(link), words=words))
 
     def cancel(self, reservation_id: ReservationId) -> None:
         """Drops queued frames of a reservation, silently."""

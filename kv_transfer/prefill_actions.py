@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.plan import Frame
-from kv_transfer.protocol import DecodeTarget, Envelope, FirstToken, LinkEndpoint
+from kv_transfer.protocol import DecodeTarget, Envelope, FirstToken, LinkEndpoint, SampledAhead
 from pdserve.request import ReservationId
 
 
@@ -50,6 +50,16 @@ class SendCommit:
     """One for each sample that goes on."""
     manifest_digest: bytes
     timeout_s: float
+
+    @property
+    def ahead(self) -> SampledAhead:
+        """The same words for the link, which is faster than the call."""
+        assert self.envelope.reservation_id is not None
+        return SampledAhead(
+            reservation_id=self.envelope.reservation_id,
+            first_tokens=self.first_tokens,
+            manifest_digest=self.manifest_digest,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

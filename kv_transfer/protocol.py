@@ -154,6 +154,16 @@ class FirstToken:
     sample_index: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledAhead:
+    """What the commit of a hand-off will say, told over a link, which is faster than a call."""
+
+    reservation_id: ReservationId
+    first_tokens: tuple[FirstToken, ...]
+    """All of one output index."""
+    manifest_digest: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
     """Commit and all frames have landed: decode owns the sequence."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
 from kv_transfer.follower_codec import landed_to_wire, peer_to_wire, ship_to_wire, unload_to_wire
-from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFrame
 from kv_transfer.transport import LinkPeer, LinkStatus
-from pdserve.request import ReservationId
+from pdserve.request import Incarnation, ReservationId
 from pdserve.rpc.v1 import rank_pb2
 
 SendTo = Callable[[int, rank_pb2.ToFollower], None]
@@ -54,6 +54,10 @@ class RankedShipper:
         key = (order.reservation_id, order.frame_index)
         self._in_flight.setdefault(ends, set()).add(key)
         self._send(order.prefill_rank, rank_pb2.ToFollower(ship=ship_to_wire(order)))
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        """Tells first tokens from here: this is rank 0."""
+        self._local.tell(peer, words)
 
     def take(self, event: FrameSent | LinkDown) -> None:
         """Notes what is not in flight any more."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv_transfer import codec
 from kv_transfer.device_receiver import DeviceReceiver
-from kv_transfer.events import FrameLanded, LinkDown, LinkId, Post
+from kv_transfer.events import FrameLanded, LinkDown, LinkId, Post, TokensTold
 from kv_transfer.gloo_receiver import GlooReceiver
 from kv_transfer.incoming_routes import InRoute, NcclIn, PushIn
 from kv_transfer.landing_ring import LandingRing
@@ -309,6 +310,7 @@ class ReceivingLink:
             timeout_s=self._config.frame_timeout_s,
             has_ended=lambda: self.has_ended,
             deliver=self._deliver,
+            hear=self._hear,
         )
         self._num_on_their_way = lambda: receiver.num_announced
         try:
@@ -320,6 +322,15 @@ class ReceivingLink:
         finally:
             self.end("the link's thread failed")
             self._leave(route, receiver)
+
+    def _hear(self, sampled: link_pb2.TokensSampled) -> None:
+        if self._me.rank != 0:
+            raise LinkBroken("first tokens are told to rank 0 alone")
+        try:
+            words = codec.sampled_from_wire(sampled)
+        except ValueError as error:
+            raise LinkBroken(str(error)) from error
+        self._post(TokensTold(link=self.link_id, words=words))
 
     def _leave(self, route: InRoute, receiver: DeviceReceiver) -> None:
         """Says goodbye, and frees the ring once nobody can touch it any more."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kv_transfer.events import FrameLanded, LinkEnds, LinkId
+from kv_transfer.events import FrameLanded, LinkEnds, LinkId, TokensTold
 from kv_transfer.plan import Manifest
 from kv_transfer.protocol import Envelope, FirstToken, Grant
 from pdserve.request import Request, ReservationId
@@ -80,3 +80,10 @@ class Reservation:
         if not landed.is_intact:
             return "checksum differs"
         return None
+
+    def takes_at_its_word(self, told: TokensTold) -> bool:
+        """Says whether first tokens come from its prefill worker, fit, and are news."""
+        if self.is_aborting or self.first_tokens:
+            return False
+        is_mine = self.envelope.prefill_incarnation == told.link.peer
+        return is_mine and told.words.manifest_digest == self.manifest.digest

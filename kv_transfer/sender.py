@@ -3,6 +3,7 @@
 from kv_transfer.events import Post
 from kv_transfer.faults import FrameFaults
 from kv_transfer.link_device import LinkDevice
+from kv_transfer.protocol import SampledAhead
 from kv_transfer.sending_link import SenderIdentity, SendingLink
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.config.worker import FaultConfig, HandoffConfig
@@ -77,6 +78,12 @@ class LinkPool:
             link.push(frame)
             link.start()
         self._links[key] = link
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        """Tells rank 0 of a peer first tokens, if there is a link to it that can; else nothing."""
+        link = self._links.get((peer, 0))
+        if link is not None:
+            link.tell(words)
 
     def cancel(self, reservation_id: ReservationId) -> None:
         """Drops queued frames of a reservation, silently; one on the wire is sent to its end.

@@ -14,6 +14,7 @@ from kv_transfer.link_device import DeviceFault, LinkDevice, Mark
 from kv_transfer.links import PREFILL_MEMBER, Link
 from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
 from kv_transfer.outgoing_routes import NcclRoute, OutRoute, Packer, PushRoute
+from kv_transfer.protocol import SampledAhead
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from kv_transfer.transport_choice import GLOO, NCCL, PUSH, LinkSite
 from pdserve.config.worker import HandoffConfig
@@ -115,6 +116,11 @@ class SendingLink:
                 self.end(str(error))
         self._wake()
         return True
+
+    def tell(self, words: SampledAhead) -> None:
+        """Tells the peer words, unless it is on a host, where nothing is won by it."""
+        if self._sender is not None:
+            self._queue.tell(words)
 
     def cancel(self, reservation_id: ReservationId) -> tuple[Mark, ...]:
         """Drops queued frames of a reservation; says what still reads its blocks."""

@@ -10,11 +10,11 @@ from typing import Protocol
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
 from kv_transfer.link_device import LinkDevice, Mark
 from kv_transfer.plan import Frame
-from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.transport import FrameReceiver, FrameSender, LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.cache.kv_region import KvRegion, make_region
 from pdserve.cache.kv_tensors import KvTensors
-from pdserve.request import BlockId, ReservationId
+from pdserve.request import BlockId, Incarnation, ReservationId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,10 @@ class Shipper(Protocol):
 
     def ship(self, order: ShipFrame) -> None:
         """Ships a frame; answered by FrameSent or LinkDown."""
+        ...
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        """Tells a decode worker first tokens over the link of both ranks 0, if that can be."""
         ...
 
     def take(self, event: FrameSent | LinkDown) -> None:
@@ -112,6 +116,10 @@ class RankShipper:
     def open(self, prefill_rank: int, peer: LinkPeer) -> None:
         """Begins to make the link, if there is none."""
         self._links.open(peer)
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        """Tells the peer's rank 0 first tokens, if there is a link to it that can."""
+        self._links.tell(peer, words)
 
     def take(self, event: FrameSent | LinkDown) -> None:
         """Does nothing: these links know themselves what room they have."""

@@ -1,10 +1,10 @@
 """Spans of hand-offs: packing and scattering of frames, and what links report."""
 
-from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
-from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds, TokensTold
+from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.shipping import ShipFrame, Shipper, Unloader, UnloadFrame
 from kv_transfer.transport import LinkPeer, LinkStatus
-from pdserve.request import ReservationId
+from pdserve.request import Incarnation, ReservationId
 from pdserve.rpc.v1 import rank_pb2
 from pdserve.spans import Detail, SpanLog
 from pdserve.timeline import Clock
@@ -17,6 +17,8 @@ def describe_event(event: object) -> dict[str, Detail]:
             return _describe_message(event)
         case FrameSent():
             return {"event": "frame sent", **_frame(event.reservation_id, event.frame_index)}
+        case TokensTold():
+            return {"event": "tokens told", "reservation": event.words.reservation_id.hex()}
         case FrameLanded():
             return {"event": "frame landed", **_frame(event.reservation_id, event.frame_index)}
         case _:
@@ -46,6 +48,10 @@ class SpanShipper:
         self._shipper.ship(order)
         frame = _frame(order.reservation_id, order.frame_index)
         self._spans.note("pack", started_s, self._clock.now(), **frame)
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        """Passes it on."""
+        self._shipper.tell(peer, words)
 
     def take(self, event: FrameSent | LinkDown) -> None:
         """Passes it on."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_transfer.events import FrameLanded
 from kv_transfer.link_device import Mark
-from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from pdserve.cache.kv_region import KvRegion
 from pdserve.request import Incarnation, ReservationId, WorkerId
 
@@ -71,6 +71,10 @@ class FrameSender(Protocol):
 
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         """Queues a frame; makes the link first if need be. Answered by FrameSent or LinkDown."""
+        ...
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        """Tells rank 0 of a peer first tokens, if there is a link to it that can; else nothing."""
         ...
 
     def cancel(self, reservation_id: ReservationId) -> None:

@@ -263,6 +263,7 @@ class HandoffDesk:
             case SendReserve():
                 call.reserve.CopyFrom(codec.reserve_to_wire(action.envelope, handoff.request))
             case SendCommit():
+                self._shipper.tell(action.target.incarnation, action.ahead)
                 if self._faults.commit_delay_s:
                     time.sleep(self._faults.commit_delay_s)
                 call.commit.CopyFrom(

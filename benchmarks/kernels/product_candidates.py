@@ -1,7 +1,7 @@
 """The plans that the product benchmark compares for a shape."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.kernels.product_plan import ProductPlan, pad_rows
 
@@ -30,6 +30,17 @@ LLAMA_8B = (
     Shape(name="down", num_outputs=4096, num_inputs=14336),
     Shape(name="lm_head", num_outputs=128256, num_inputs=4096),
 )
+
+
+def share_shapes(num_ranks: int) -> tuple[Shape, ...]:
+    """Returns the layers as one of so many tensor ranks has them."""
+    return tuple(
+        replace(shape, num_inputs=shape.num_inputs // num_ranks)
+        if shape.name in ("o", "down")
+        else replace(shape, num_outputs=shape.num_outputs // num_ranks)
+        for shape in LLAMA_8B
+    )
+
 
 # block_n, block_k, num_stages, num_warps
 _RINGS = (

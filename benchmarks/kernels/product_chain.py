@@ -11,16 +11,18 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.product_candidates import LLAMA_8B, NUM_SMS, Shape, describe
+from benchmarks.kernels.product_candidates import NUM_SMS, Shape, describe, share_shapes
 from benchmarks.kernels.product_timing import Plan, fold
 from pdserve.kernels.norm import add_norm
 from pdserve.kernels.product_plan import ProductPlan
+from pdserve.kernels.product_table import ROW_BUCKETS
 from pdserve.kernels.product_timer import time_graph
 from pdserve.kernels.silu_mul import silu_mul
 from pdserve.kernels.small_product import small_product
@@ -96,7 +98,8 @@ def list_candidates(shape: Shape, bucket: int) -> list[ProductPlan]:
 class Bench:
     """The weights of all layers and what runs on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.shapes = shapes
         self._gain = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
         self._weights = {
             shape.name: [
@@ -105,7 +108,7 @@ class Bench:
                 ).normal_(std=0.02)
                 for _ in range(2 if shape.name == "lm_head" else NUM_LAYERS)
             ]
-            for shape in LLAMA_8B
+            for shape in shapes
         }
 
     def compile(self, items: list[tuple[Shape, int, ProductPlan]]) -> None:
@@ -149,17 +152,17 @@ class Bench:
 
     def time_chain(self, rows: int, plans: dict[str, Plan], *, padded_rows: int = 0) -> float:
         """Returns milliseconds of all layers; rows may lie in larger buffers."""
-        outs = [self._make_out(shape, rows, plans[shape.name]) for shape in LLAMA_8B[:4]]
+        outs = [self._make_out(shape, rows, plans[shape.name]) for shape in self.shapes[:4]]
         xs = [
             torch.randn(max(rows, padded_rows), shape.num_inputs, device="cuda").bfloat16()[:rows]
-            for shape in LLAMA_8B[:4]
+            for shape in self.shapes[:4]
         ]
         residual = torch.randn(rows, 4096, device="cuda").bfloat16()
         outs[3].normal_()
 
         def launch() -> None:
             for layer in range(NUM_LAYERS):
-                for index, shape in enumerate(LLAMA_8B[:4]):
+                for index, shape in enumerate(self.shapes[:4]):
                     before = outs[index - 1]
                     if shape.name in ("qkv", "gate_up"):
                         gain = self._gain
@@ -202,7 +205,7 @@ def check_kernel(timeout_s: float) -> None:
 def tune(bench: Bench, rows: int) -> dict[str, object]:
     """Ranks plans alone, then changes one plan of the chain at a time for better."""
     ranked: dict[str, list[tuple[float, Plan]]] = {}
-    for shape in LLAMA_8B:
+    for shape in bench.shapes:
         timed: list[tuple[float, Plan]] = []
         for plan in (None, *list_candidates(shape, rows)):
             try:
@@ -214,7 +217,7 @@ def tune(bench: Bench, rows: int) -> dict[str, object]:
         best = [f"{describe(plan)} {us:.1f}" for us, plan in ranked[shape.name][:4]]
         floor = shape.floor_us(rows, 4.55e12, 780e12)
         print(f"M{rows} {shape.name} floor {floor:.1f} torch {torch_us:.1f}:", *best, flush=True)
-    names = [shape.name for shape in LLAMA_8B[:4]]
+    names = [shape.name for shape in bench.shapes[:4]]
     plans = {name: ranked[name][0][1] for name in names}
     best_ms = bench.time_chain(rows, plans)
     for name in (*names, *names[:2]):
@@ -246,12 +249,20 @@ def tune(bench: Bench, rows: int) -> dict[str, object]:
     }
 
 
-def update_defaults(path: Path, found: list[dict[str, object]]) -> None:
-    """Puts the plans that were found into the default table."""
+def update_defaults(
+    path: Path, shapes: Sequence[Shape], found: Sequence[dict[str, object]]
+) -> None:
+    """Puts the plans that were found into the default table; a new layer needs every bucket."""
     table = json.loads(path.read_text())
-    for layer in table["layers"]:
-        size = (layer["num_outputs"], layer["num_inputs"])
-        name = next(s.name for s in LLAMA_8B if (s.num_outputs, s.num_inputs) == size)
+    layers = {(layer["num_outputs"], layer["num_inputs"]): layer for layer in table["layers"]}
+    for shape in shapes:
+        name, size = shape.name, (shape.num_outputs, shape.num_inputs)
+        is_new = size not in layers
+        if is_new and len(found) < len(BUCKETS):
+            print(f"{name} is not written: not all rows were measured")
+            continue
+        empty = {"num_outputs": size[0], "num_inputs": size[1], "fixed": None, "rows": {}}
+        layer = layers.setdefault(size, empty)
         for row in found:
             plans, us = row["plans"], row["us"]
             assert isinstance(plans, dict)
@@ -264,6 +275,11 @@ def update_defaults(path: Path, found: list[dict[str, object]]) -> None:
                 "us": times[label],
                 "torch_us": times["torch"],
             }
+        if is_new:
+            measured = layer["rows"]
+            fewer = {rows: measured[str(max(rows, min(BUCKETS)))] for rows in ROW_BUCKETS}
+            layer["rows"] = {str(rows): choice for rows, choice in fewer.items()}
+    table["layers"] = [layers[size] for size in sorted(layers)]
     path.write_text(json.dumps(table, indent=1) + "\n")
 
 
@@ -272,16 +288,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="every figure")
     parser.add_argument("--defaults", type=Path, help="table to update")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a layer")
     parser.add_argument("--budget", type=float, default=75.0, help="seconds")
     arguments = parser.parse_args()
     begin = time.monotonic()
     check_kernel(60)
-    bench = Bench()
+    shapes = share_shapes(arguments.tensor_parallel)
+    bench = Bench(shapes)
     bench.compile(
         [
             (shape, rows, plan)
             for rows in BUCKETS
-            for shape in LLAMA_8B
+            for shape in shapes
             for plan in list_candidates(shape, rows)
         ]
     )
@@ -297,7 +315,7 @@ def main() -> None:
             print(f"FAILED chain of {rows} rows: {error!r}"[:300], flush=True)
         arguments.out.write_text(json.dumps(found, indent=1))
     if arguments.defaults is not None:
-        update_defaults(arguments.defaults, found)
+        update_defaults(arguments.defaults, shapes, found)
     print(f"{time.monotonic() - begin:.0f} s", flush=True)
 
 

@@ -8,12 +8,14 @@ kernels run, and those of torch that do are copies.
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.paged import BLOCK_SIZE, make_paged_kv
+from benchmarks.kernels.sanitize_ranks import call_gather, call_shared_choice, call_sums
 from pdserve.kernels import decode_attention, prefill_attention
 from pdserve.kernels.embedding import embed, embed_and_norm
 from pdserve.kernels.merge import merge_splits
@@ -294,6 +296,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "silu_mul": call_silu_mul,
     "merge": call_merge,
     "step_inputs": call_step_inputs,
+    "sums_over_ranks": partial(call_sums, DEVICE, variants),
+    "gather_over_ranks": partial(call_gather, DEVICE, variants),
+    "shared_choice": partial(call_shared_choice, DEVICE, variants),
 }
 """The slow ones first."""
 

@@ -8,6 +8,7 @@ Letters: M rows, E hidden, S partial sums of a product, R rows, N columns of one
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -32,8 +33,8 @@ MIN_TWO_SHOT_ROWS = 256
 MAX_RING_ROWS = 4096
 """More rows go over the rings in pieces: as quick on two H200s, and 64 MiB a slot and rank are kept
 for KV."""
-NUM_HOST_FLAGS = 3
-"""One is written while two steps wait to be read."""
+NUM_HOST_FLAGS = 16
+"""One is written while all other steps in flight wait to be read, two a stage."""
 
 
 class SharedMemory(Protocol):
@@ -87,10 +88,12 @@ def share_device_memory(device: torch.device) -> MemoryKind:
 
 
 def share_files(folder: Path, name: str) -> MemoryKind:
-    """Shares files in a folder; `name` is this rank's own."""
+    """Shares files in a folder; those that begin with `name` are this rank's own."""
+    numbers = count()
 
     def allocate(num_bytes: int) -> tuple[SharedMemory, bytes]:
-        return FileMemory(folder / name, num_bytes), name.encode()
+        file_name = f"{name}-{next(numbers)}"
+        return FileMemory(folder / file_name, num_bytes), file_name.encode()
 
     return MemoryKind(
         allocate=allocate, open=lambda handle, size: FileMemory(folder / handle.decode(), size)

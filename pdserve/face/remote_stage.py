@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from google.protobuf.message import DecodeError
+
 from pdserve.errors import ConfigError, WorkerLost
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
 from pdserve.rpc.stage_handshake import receive_from_stage
@@ -103,8 +105,7 @@ class RemoteStage:
             case "from_rank":
                 rank = message.from_rank.rank
                 if rank in self._ready:
-                    payload = message.from_rank.payload
-                    self._hear(rank, rank_pb2.FromRank.FromString(payload))
+                    self._hear(rank, _decode(message.from_rank.payload))
             case "ended":
                 ended = message.ended
                 raise WorkerLost(f"rank {ended.rank} ended with status {ended.status}")
@@ -155,3 +156,10 @@ class RemoteStage:
             await self.channel.send(message.SerializeToString())
         except ChannelClosed as error:
             raise WorkerLost(f"stage {self.stage} on {self.node} is lost: {error}") from error
+
+
+def _decode(payload: bytes) -> rank_pb2.FromRank:
+    try:
+        return rank_pb2.FromRank.FromString(payload)
+    except DecodeError as error:
+        raise WorkerLost("a rank's bytes are no message") from error

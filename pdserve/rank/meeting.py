@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed import DistStoreError
 
 CONNECT_TIMEOUT_S = 60.0
 
@@ -118,7 +119,7 @@ class _RelayedStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         if not self._book.wait(keys, timeout_s):
-            raise TimeoutError(f"no word of {', '.join(keys)} within {timeout_s:g} s")
+            raise DistStoreError(f"no word of {', '.join(keys)} within {timeout_s:g} s")
 
     def check(self, keys: list[str]) -> bool:
         return self._book.has(keys)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEvent
+from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEvent, TokensTold
+from kv_transfer.protocol import FirstToken, SampledAhead
 from kv_transfer.receiver import LinkListener
 from kv_transfer.sender import LinkPool
 from kv_transfer.sending_link import SenderIdentity
@@ -444,3 +445,42 @@ def test_a_goodbye_alarms_nobody_and_gives_all_memory_back(pair: Pair, transport
     wait_until(lambda: not listener._links and pair.open_memories() == 0)
     assert pair.arrivals.events.empty()
     assert pair.departures.events.empty()
+
+
+WORDS = SampledAhead(
+    reservation_id=ReservationId(b"r"),
+    first_tokens=(FirstToken(token_id=7, output_index=0),),
+    manifest_digest=b"digest",
+)
+
+
+@pytest.mark.parametrize("transport", ["push", "nccl"])
+def test_first_tokens_overtake_frames_that_wait_for_slots(pair: Pair, transport: str) -> None:
+    config = config_of(transport)
+    listener, pool = pair.listen(config), pair.make_pool(config=config)
+    pool.push(peer_of(listener), frame_of(pair, 0))
+    pair.arrivals.landed()
+    pair.departures.sent()
+    for index in range(1, 6):
+        pool.push(peer_of(listener), frame_of(pair, index))
+    pool.tell(D, WORDS)
+    events = []
+    while not events or isinstance(events[-1], FrameLanded):
+        events.append(pair.arrivals.events.get(timeout=10))
+    # Two slots: two frames at most have landed before.
+    assert len(events) <= 2
+    told = events[-1]
+    assert isinstance(told, TokensTold)
+    assert told.words == WORDS
+    assert told.link.peer == Incarnation(1)
+
+
+def test_a_link_through_host_memory_tells_nothing(pair: Pair) -> None:
+    config = config_of("gloo")
+    listener, pool = pair.listen(config), pair.make_pool(config=config)
+    pool.tell(D, WORDS)
+    pool.push(peer_of(listener), frame_of(pair, 0))
+    pair.arrivals.landed()
+    pool.tell(D, WORDS)
+    pool.push(peer_of(listener), frame_of(pair, 1))
+    assert pair.arrivals.landed().frame_index == 1

@@ -269,3 +269,26 @@ def test_token_1_and_the_commit_leave_before_the_last_frames_are_packed(folder: 
     assert pair.prefill_log[:last] == ["call reserve", "push 0", "push 1", "flush"]
     assert pair.prefill_log[last:] == ["call commit", "push 2"]
     pair.assert_ledger()
+
+
+def test_TOK_a_sequence_that_starts_on_told_tokens_goes_on_when_its_commit_is_late(
+    folder: Path, reference: dict[str, list[int]]
+) -> None:
+    pair = EnginePair(folder)
+    (request,) = [one for one in make_requests() if len(one.token_ids) == 130]
+    router = PairRouter(pair)
+    pair.may_commit = False
+    router.start(request)
+    for _ in range(6):
+        pair.turn()
+        while pair.links.told:
+            pair.decode.handle(pair.links.told.popleft())
+    router.read()
+    assert pair.decode.describe().load.num_running == 1
+    pair.may_commit = True
+    while router.open:
+        pair.turn()
+        router.read()
+    pair.settle()
+    assert router.outputs[request.request_id] == reference[request.request_id]
+    pair.assert_ledger()

@@ -152,10 +152,12 @@ async def test_TOK_stages_on_two_hosts_give_the_tokens_of_one_rank(
     wait_until(lambda: not any(is_running(pid) for pid in far), 10.0)
 
 
+@pytest.mark.parametrize("victim", ["rank", "holder"])
 async def test_A15_a_killed_stage_on_the_other_host_restarts_its_replica_and_changes_no_token(
     tiny_llama_folder: Path,  # noqa: F811
     runner: ModelRunner,
     host: NetNamespace,
+    victim: str,
 ) -> None:
     slow = FaultConfig(step_delay_s=0.02)
     prompt, num_tokens = PROMPTS[1], 48
@@ -166,7 +168,10 @@ async def test_A15_a_killed_stage_on_the_other_host_restarts_its_replica_and_cha
             async def kill_after_eight(generation: Generation) -> None:
                 if len(generation.token_ids) >= 8 and not killed:
                     killed.append((await client.loads())["decode-0"])
-                    os.kill(killed[0].ranks[1].pid, signal.SIGKILL)
+                    pid = killed[0].ranks[1].pid if victim == "rank" else two.stage.pid
+                    os.kill(pid, signal.SIGKILL)
+                    if victim == "holder":
+                        two.start_another_stage()
 
             found = await client.generate(
                 prompt_ids=prompt,

@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,42 @@ async def test_TOK_stages_spread_over_two_nodes_give_the_tokens_of_one_rank_and_
         raise
     finally:
         cluster.stop()
+
+
+def test_each_rank_asks_for_a_gpu_and_stages_of_one_replica_get_them_on_two_nodes(
+    tiny_llama_folder: Path,  # noqa: F811
+    ray_nodes: RayNodes,
+) -> None:
+    ray_nodes.order("add 4 3")
+    ray_nodes.order("add 4 2")
+    lines: list[str] = []
+    config = cluster_config(
+        tiny_llama_folder, num_prefill=1, num_decode=1, decode_tensor_parallel=2,
+        decode_pipeline_parallel=2, spread_stages=True, stage_token=secrets.token_hex(16),
+        ready_timeout_s=START_S, drain_timeout_s=5.0,
+    )  # fmt: skip
+    config = replace(config, engine=replace(config.engine, device="cuda"))
+    place = RayPlace(
+        RayConfig(address=ray_nodes.address),
+        report=lines.append,
+        engines={Role.PREFILL: config.engine, Role.DECODE: config.decode_engine},
+    )
+    cluster = LocalCluster(config, report=lines.append, command_of=stand_in, place=place)
+    try:
+        cluster.start()
+        nodes = {name.rpartition("-")[0]: where for name, where in ray_nodes.nodes_of().items()}
+        assert len(set(nodes["decode-0"])) == 2
+        seen = {m.worker_id: visible_gpus(m.face_pid) for m in cluster.members()}
+        assert {name: len(gpus) for name, gpus in seen.items()} == {"prefill-0": 1, "decode-0": 2}
+    except BaseException:
+        print("\n".join(lines))
+        raise
+    finally:
+        cluster.stop()
+
+
+def visible_gpus(pid: int | None) -> list[str]:
+    assert pid is not None
+    variables = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
+    (found,) = (v for v in variables if v.startswith("CUDA_VISIBLE_DEVICES="))
+    return found.partition("=")[2].split(",")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from decode_worker.engine import DecodeEngine
 from decode_worker.rank import build_engine as build_decode
-from kv_transfer.events import FrameLanded, FrameSent, LinkId
-from kv_transfer.protocol import LinkEndpoint
+from kv_transfer.events import FrameLanded, FrameSent, LinkId, TokensTold
+from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.cache.kv_region import KvRegion
 from pdserve.cache.kv_tensors import KvTensors
@@ -91,6 +91,8 @@ class MemoryLinks:
     corrupt: Callable[[Tensor], None] | None = None
     bytes_sent: int = 0
     log: list[str] = field(default_factory=list)
+    told: deque[TokensTold] = field(default_factory=deque)
+    """First tokens that were told ahead of their commits; delivered on demand."""
     source: KvTensors | None = None
     """Where frames that are not packed yet lie: they are read when they are delivered."""
     _next_slot: int = 0
@@ -104,6 +106,9 @@ class MemoryLinks:
     def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
         self.log.append(f"push {frame.frame_index}")
         self.in_flight.append(frame)
+
+    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
+        self.told.append(TokensTold(link=LinkId(PREFILL, 1), words=words))
 
     def cancel(self, reservation_id: ReservationId) -> None:
         self.in_flight = deque(
@@ -193,6 +198,7 @@ class EnginePair:
         self.prefill: PrefillEngine = self._build_prefill(prefill_blocks)
         self.decode: DecodeEngine = self._build_decode(decode_blocks)
         self.may_deliver = True
+        self.may_commit = True
         self._decode_calls: dict[int, int] = {}
         self._next_call_id = 1000
         self._attempts: dict[str, int] = {}
@@ -302,7 +308,10 @@ class EnginePair:
     def _carry_calls(self) -> bool:
         if not self.prefill_outbox.sent:
             return False
-        message = self.prefill_outbox.sent.popleft()
+        message = self.prefill_outbox.sent[0]
+        if message.peer_call.HasField("commit") and not self.may_commit:
+            return False
+        self.prefill_outbox.sent.popleft()
         if not message.HasField("peer_call"):
             return True
         call = message.peer_call

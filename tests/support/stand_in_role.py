@@ -71,6 +71,11 @@ async def work(config: WorkerConfig) -> int:
     return 0 if stop.is_set() else 1
 
 
+async def hold() -> int:
+    await stopped().wait()
+    return 0
+
+
 class Inference(inference_pb2_grpc.InferenceServicer):
     def __init__(self, registry: RedisRegistry) -> None:
         self.registry = registry
@@ -104,6 +109,8 @@ def main() -> int:
         return asyncio.run(
             route(from_argv(RouterConfig, argv, read_environment(), program="stand-in"))
         )
+    if role == "stage":
+        return asyncio.run(hold())
     fixed = {"role": Role(role.removesuffix("-worker"))}
     config = from_argv(WorkerConfig, argv, read_environment(), program="stand-in", fixed=fixed)
     if config.faults.reject_reservations == 2:

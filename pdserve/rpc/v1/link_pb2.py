@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/link.proto\x12\x0epdserve.rpc.v1\"\xa4\x03\n\nLinkNotice\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.LinkHelloH\x00\x12.\n\x07welcome\x18\x02 \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkWelcomeH\x00\x12\x37\n\x0erendezvous_key\x18\x03 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RendezvousKeyH\x00\x12\x31\n\x0b\x66rame_ready\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.FrameReadyH\x00\x12\x33\n\x0c\x66rame_posted\x18\x05 \x01(\x0b\x32\x1b.pdserve.rpc.v1.FramePostedH\x00\x12&\n\x03\x62ye\x18\x06 \x01(\x0b\x32\x17.pdserve.rpc.v1.LinkByeH\x00\x12\x30\n\x08prepared\x18\x07 \x01(\x0b\x32\x1c.pdserve.rpc.v1.LinkPreparedH\x00\x12\x35\n\rframe_written\x18\x08 \x01(\x0b\x32\x1c.pdserve.rpc.v1.FrameWrittenH\x00\x42\x08\n\x06notice\"\xb1\x01\n\tLinkHello\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\x06\x12\x14\n\x0cprefill_rank\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\r\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x0f\n\x07host_id\x18\x07 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x08 \x01(\t\"\xb0\x01\n\x0bLinkWelcome\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\x06\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x11\n\tnum_slots\x18\x05 \x01(\r\x12\x13\n\x0bring_handle\x18\x06 \x01(\x0c\x12\x0f\n\x07nccl_id\x18\x07 \x01(\x0c\x12\x10\n\x08\x66\x61ilures\x18\x08 \x03(\t\"\x1f\n\x0cLinkPrepared\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t\"+\n\rRendezvousKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x8a\x01\n\nFrameReady\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66rame_index\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\x05\x63rc32\x18\x05 \x01(\x07H\x00\x88\x01\x01\x12\x0c\n\x04slot\x18\x06 \x01(\rB\x08\n\x06_crc32\"-\n\x0b\x46ramePosted\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\"D\n\x0c\x46rameWritten\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x02 \x01(\x06H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"\x1a\n\x07LinkBye\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/link.proto\x12\x0epdserve.rpc.v1\"\xdd\x03\n\nLinkNotice\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.LinkHelloH\x00\x12.\n\x07welcome\x18\x02 \x01(\x0b\x32\x1b.pdserve.rpc.v1.LinkWelcomeH\x00\x12\x37\n\x0erendezvous_key\x18\x03 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RendezvousKeyH\x00\x12\x31\n\x0b\x66rame_ready\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.FrameReadyH\x00\x12\x33\n\x0c\x66rame_posted\x18\x05 \x01(\x0b\x32\x1b.pdserve.rpc.v1.FramePostedH\x00\x12&\n\x03\x62ye\x18\x06 \x01(\x0b\x32\x17.pdserve.rpc.v1.LinkByeH\x00\x12\x30\n\x08prepared\x18\x07 \x01(\x0b\x32\x1c.pdserve.rpc.v1.LinkPreparedH\x00\x12\x35\n\rframe_written\x18\x08 \x01(\x0b\x32\x1c.pdserve.rpc.v1.FrameWrittenH\x00\x12\x37\n\x0etokens_sampled\x18\t \x01(\x0b\x32\x1d.pdserve.rpc.v1.TokensSampledH\x00\x42\x08\n\x06notice\"\xb1\x01\n\tLinkHello\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\x06\x12\x14\n\x0cprefill_rank\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\r\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x0f\n\x07host_id\x18\x07 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x08 \x01(\t\"\xb0\x01\n\x0bLinkWelcome\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\x06\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x11\n\tnum_slots\x18\x05 \x01(\r\x12\x13\n\x0bring_handle\x18\x06 \x01(\x0c\x12\x0f\n\x07nccl_id\x18\x07 \x01(\x0c\x12\x10\n\x08\x66\x61ilures\x18\x08 \x03(\t\"\x1f\n\x0cLinkPrepared\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t\"+\n\rRendezvousKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x8a\x01\n\nFrameReady\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66rame_index\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\x05\x63rc32\x18\x05 \x01(\x07H\x00\x88\x01\x01\x12\x0c\n\x04slot\x18\x06 \x01(\rB\x08\n\x06_crc32\"-\n\x0b\x46ramePosted\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\"D\n\x0c\x46rameWritten\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x02 \x01(\x06H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"\x81\x01\n\rTokensSampled\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x0c\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x0c\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12\x16\n\x0esample_indices\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\"\x1a\n\x07LinkBye\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,21 +32,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.link_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LINKNOTICE']._serialized_start=46
-  _globals['_LINKNOTICE']._serialized_end=466
-  _globals['_LINKHELLO']._serialized_start=469
-  _globals['_LINKHELLO']._serialized_end=646
-  _globals['_LINKWELCOME']._serialized_start=649
-  _globals['_LINKWELCOME']._serialized_end=825
-  _globals['_LINKPREPARED']._serialized_start=827
-  _globals['_LINKPREPARED']._serialized_end=858
-  _globals['_RENDEZVOUSKEY']._serialized_start=860
-  _globals['_RENDEZVOUSKEY']._serialized_end=903
-  _globals['_FRAMEREADY']._serialized_start=906
-  _globals['_FRAMEREADY']._serialized_end=1044
-  _globals['_FRAMEPOSTED']._serialized_start=1046
-  _globals['_FRAMEPOSTED']._serialized_end=1091
-  _globals['_FRAMEWRITTEN']._serialized_start=1093
-  _globals['_FRAMEWRITTEN']._serialized_end=1161
-  _globals['_LINKBYE']._serialized_start=1163
-  _globals['_LINKBYE']._serialized_end=1189
+  _globals['_LINKNOTICE']._serialized_end=523
+  _globals['_LINKHELLO']._serialized_start=526
+  _globals['_LINKHELLO']._serialized_end=703
+  _globals['_LINKWELCOME']._serialized_start=706
+  _globals['_LINKWELCOME']._serialized_end=882
+  _globals['_LINKPREPARED']._serialized_start=884
+  _globals['_LINKPREPARED']._serialized_end=915
+  _globals['_RENDEZVOUSKEY']._serialized_start=917
+  _globals['_RENDEZVOUSKEY']._serialized_end=960
+  _globals['_FRAMEREADY']._serialized_start=963
+  _globals['_FRAMEREADY']._serialized_end=1101
+  _globals['_FRAMEPOSTED']._serialized_start=1103
+  _globals['_FRAMEPOSTED']._serialized_end=1148
+  _globals['_FRAMEWRITTEN']._serialized_start=1150
+  _globals['_FRAMEWRITTEN']._serialized_end=1218
+  _globals['_TOKENSSAMPLED']._serialized_start=1221
+  _globals['_TOKENSSAMPLED']._serialized_end=1350
+  _globals['_LINKBYE']._serialized_start=1352
+  _globals['_LINKBYE']._serialized_end=1378
 # @@protoc_insertion_point(module_scope)

@@ -30,6 +30,7 @@ class LinkNotice(_message.Message):
     BYE_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     FRAME_WRITTEN_FIELD_NUMBER: _builtins.int
+    TOKENS_SAMPLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___LinkHello: ...
     @_builtins.property
@@ -46,6 +47,8 @@ class LinkNotice(_message.Message):
     def prepared(self) -> Global___LinkPrepared: ...
     @_builtins.property
     def frame_written(self) -> Global___FrameWritten: ...
+    @_builtins.property
+    def tokens_sampled(self) -> Global___TokensSampled: ...
     def __init__(
         self,
         *,
@@ -57,12 +60,13 @@ class LinkNotice(_message.Message):
         bye: Global___LinkBye | None = ...,
         prepared: Global___LinkPrepared | None = ...,
         frame_written: Global___FrameWritten | None = ...,
+        tokens_sampled: Global___TokensSampled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "frame_written", b"frame_written", "hello", b"hello", "notice", b"notice", "prepared", b"prepared", "rendezvous_key", b"rendezvous_key", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "frame_written", b"frame_written", "hello", b"hello", "notice", b"notice", "prepared", b"prepared", "rendezvous_key", b"rendezvous_key", "tokens_sampled", b"tokens_sampled", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "frame_written", b"frame_written", "hello", b"hello", "notice", b"notice", "prepared", b"prepared", "rendezvous_key", b"rendezvous_key", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "frame_posted", b"frame_posted", "frame_ready", b"frame_ready", "frame_written", b"frame_written", "hello", b"hello", "notice", b"notice", "prepared", b"prepared", "rendezvous_key", b"rendezvous_key", "tokens_sampled", b"tokens_sampled", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_notice: _TypeAlias = _typing.Literal["hello", "welcome", "rendezvous_key", "frame_ready", "frame_posted", "bye", "prepared", "frame_written"]  # noqa: Y015
+    _WhichOneofReturnType_notice: _TypeAlias = _typing.Literal["hello", "welcome", "rendezvous_key", "frame_ready", "frame_posted", "bye", "prepared", "frame_written", "tokens_sampled"]  # noqa: Y015
     _WhichOneofArgType_notice: _TypeAlias = _typing.Literal["notice", b"notice"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_notice) -> _WhichOneofReturnType_notice | None: ...
 
@@ -293,6 +297,42 @@ class FrameWritten(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
 
 Global___FrameWritten: _TypeAlias = FrameWritten  # noqa: Y015
+
+@_typing.final
+class TokensSampled(_message.Message):
+    """To the decode worker's rank 0: what the commit will say, ahead of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDICES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.bytes
+    manifest_digest: _builtins.bytes
+    output_index: _builtins.int
+    """Of all tokens."""
+    @_builtins.property
+    def sample_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        reservation_id: _builtins.bytes = ...,
+        manifest_digest: _builtins.bytes = ...,
+        output_index: _builtins.int = ...,
+        sample_indices: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest_digest", b"manifest_digest", "output_index", b"output_index", "reservation_id", b"reservation_id", "sample_indices", b"sample_indices", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokensSampled: _TypeAlias = TokensSampled  # noqa: Y015
 
 @_typing.final
 class LinkBye(_message.Message):

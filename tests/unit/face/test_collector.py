@@ -26,3 +26,14 @@ def test_every_series_is_there_before_the_first_heartbeat_and_once() -> None:
     names = [metric.name for metric in WorkerCollector("m", "p0", "prefill").collect()]
     assert len(names) == len(set(names))
     assert "pdserve_links" in names
+
+
+def test_strangers_at_stages_are_counted_for_the_worker() -> None:
+    collector = WorkerCollector("m", "decode-0", "decode")
+    collector.num_refused = 3
+    found = {
+        sample.name: (sample.value, sample.labels["engine"])
+        for family in collector.collect()
+        for sample in family.samples
+    }
+    assert found["pdserve_stage_connections_refused_total"] == (3.0, "decode-0")

@@ -66,10 +66,12 @@ def test_sums_have_the_same_bits_on_every_rank(tmp_path: Path) -> None:
 
 def test_activations_go_to_the_next_stage_and_logits_to_rank_0(tmp_path: Path) -> None:
     x = torch.arange(6.0).view(2, 3)
+    links: list[object] = []  # what was sent lives as long as its link
 
     def work(part: RankPart) -> torch.Tensor | None:
         link = connect_stages(FolderMeeting(tmp_path), part, 2, 2, torch.float32, HOST)
         assert link is not None
+        links.append(link)
         if part.stage == 0:
             link.send(x + part.tensor_rank)
             return link.expect_logits(1, 3).wait() if part.rank == 0 else None
