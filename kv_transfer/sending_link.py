@@ -109,7 +109,8 @@ class SendingLink:
         if not self._queue.push(frame):
             return False
         sender = self._sender
-        if sender is not None:
+        # A delay is injected on the link's thread: this one is the engine's.
+        if sender is not None and not self._faults.delay_s:
             try:
                 sender.begin(1)
             except (LinkBroken, DeviceFault) as error:

@@ -170,6 +170,36 @@ def test_frames_of_many_slots_are_scattered_exactly(pair: Pair, transport: str) 
     assert [link.transport for link in (*pool.links(), *listener.links())] == [transport] * 2
 
 
+@pytest.mark.parametrize("transport", ["push", "nccl"])
+def test_a_frame_that_has_room_begins_as_it_is_pushed(pair: Pair, transport: str) -> None:
+    config = config_of(transport)
+    listener, pool = pair.listen(config), pair.make_pool(config=config)
+    pool.push(peer_of(listener), frame_of(pair, 0))
+    listener.release_slot(pair.arrivals.landed())
+    pair.departures.sent()
+    time.sleep(0.2)  # until the slot is granted again
+    with held(pair.prefill):
+        for index in range(1, 5):
+            pool.push(peer_of(listener), frame_of(pair, index))
+        gathered = [region.block_ids[0] for region in pair.prefill.switches.gathered]
+    assert gathered == [0, 1, 2], "two are under way, the others wait for slots"
+    for index in range(1, 5):
+        landed = pair.arrivals.landed()
+        assert landed.frame_index == index
+        listener.release_slot(landed)
+
+
+def test_an_injected_delay_does_not_hold_the_engine_up(pair: Pair) -> None:
+    listener = pair.listen()
+    pool = pair.make_pool(faults=FaultConfig(frame_delay_s=0.3))
+    for index in range(2):
+        begun_at_s = time.monotonic()
+        pool.push(peer_of(listener), frame_of(pair, index))
+        assert time.monotonic() - begun_at_s < 0.2
+        listener.release_slot(pair.arrivals.landed())
+        assert time.monotonic() - begun_at_s >= 0.3
+
+
 def test_gloo_carries_a_device_s_frames_through_host_memory(pair: Pair) -> None:
     config = config_of("gloo")
     listener, pool = pair.listen(config), pair.make_pool(config=config)
