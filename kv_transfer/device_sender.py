@@ -126,6 +126,7 @@ class DeviceSender:
     def _launch(self, frame: OutgoingFrame) -> None:
         assert isinstance(frame.payload, KvRegion)
         self._num_begun += 1
+        self._starved_since_s = None
         now = time.monotonic()
         flight = Flight(frame=frame, region=frame.payload, sequence=self._num_begun, since_s=now)
         self._flights.append(flight)

@@ -1,5 +1,7 @@
 """Both ends of push and NCCL links in one process, over devices that tests can break."""
 
+import gc
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -514,3 +516,46 @@ def test_a_link_through_host_memory_tells_nothing(pair: Pair) -> None:
     pool.tell(D, WORDS)
     pool.push(peer_of(listener), frame_of(pair, 1))
     assert pair.arrivals.landed().frame_index == 1
+
+
+@pytest.mark.parametrize("transport", ["push", "nccl"])
+def test_dead_links_leave_no_thread_no_descriptor_and_no_memory(pair: Pair, transport: str) -> None:
+    def count() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    config = config_of(transport)
+    listener = pair.listen(config)
+    before = count()
+    for number in range(1, 9):
+        pool = pair.make_pool(number, config=config)
+        pool.push(peer_of(listener), frame_of(pair, 0))
+        landed = pair.arrivals.landed()
+        pair.departures.sent()
+        if number % 2:
+            pool._links[D, 0].end("broken by the test")
+            pair.arrivals.down()
+            pair.departures.down()
+        listener.release_slot(landed)
+        pool.close()
+    wait_until(lambda: not listener._links and not listener._threads)
+    wait_until(lambda: count()[0] <= before[0] and count()[1] <= before[1])
+    assert pair.open_memories() == 0
+
+
+@pytest.mark.parametrize("transport", ["push", "nccl"])
+def test_C6_a_long_run_keeps_its_order_and_its_slots(pair: Pair, transport: str) -> None:
+    config = config_of(transport)
+    listener, pool = pair.listen(config), pair.make_pool(config=config)
+    num_frames, num_pushed, num_landed = 1000, 0, 0
+    while num_landed < num_frames:
+        while num_pushed < num_frames and pool.has_room(D):
+            pool.push(peer_of(listener), frame_of(pair, num_pushed))
+            num_pushed += 1
+        landed = pair.arrivals.landed()
+        assert (landed.frame_index, landed.is_intact) == (num_landed, True)
+        assert landed.slot < config.ring_slots
+        listener.release_slot(landed)
+        num_landed += 1
+    wait_until(lambda: pair.departures.events.qsize() == num_frames)
+    assert pool.links()[0].frames_in_flight == listener.links()[0].frames_in_flight == 0
