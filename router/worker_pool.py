@@ -150,9 +150,9 @@ class WorkerPool:
         """Returns who is here, and who of them takes new work, as of now."""
         now_s = self._clock.now()
         usable = {
-            self._fleet.member(row).key
+            self._fleet.keys[row]
             for role in Role
-            for row in self._fleet.usable(role, (), now_s).tolist()
+            for row in self._fleet.usable(role, (), now_s).nonzero()[0].tolist()
         }
         return [WorkerView(key=key, is_available=key in usable) for key in self._links]
 
