@@ -1,6 +1,6 @@
 """How long one choice of workers takes, by the size of the fleet.
 
-    python -m benchmarks.routing_choice --workers 1000 --output benchmarks/results/routing_choice.json
+    python -m benchmarks.routing_choice --output benchmarks/results/routing_choice.json
 
 A synthetic fleet under load, its predictor fitted, an eighth of all workers holding some of the
 prompt's prefix. Each choice is charged, and an old one released, as in a router: all of that is

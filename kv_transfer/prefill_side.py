@@ -74,6 +74,7 @@ class PrefillHandoff:
         self._sent: set[int] = set()
         self._tokens: tuple[FirstToken, ...] = ()
         self._token_at_s = 0.0
+        self._is_in_one_go = False
         self._last_decode_attempt = 0
         self._unplaced_at_s: float | None = None
         self._progress_at_s = clock.now()
@@ -186,6 +187,7 @@ class PrefillHandoff:
         self._num_computed_tokens = len(self.request.token_ids)
         self._tokens = tokens
         self._token_at_s = self._clock.now()
+        self._is_in_one_go = self._grant is not None and not self._num_pushed
         if is_finished:
             return self._finish(PrefillStage.FINISHED, "finished at prefill")
         return [*self._push_ready(), *self._commit_if_ready()]
@@ -302,6 +304,7 @@ class PrefillHandoff:
                 handoff_s=self._clock.now() - self._token_at_s,
                 num_blocks=self._manifest.num_blocks,
                 num_bytes=self._manifest.num_bytes,
+                is_in_one_go=self._is_in_one_go and self._last_decode_attempt == 1,
             ),
             ReleaseBlocks(),
         ]

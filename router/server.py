@@ -142,6 +142,7 @@ class RouterFront:
             clock,
             silence_s=config.worker_silence_s,
             max_message_bytes=4 * config.max_request_bytes,
+            predictor=self.predictor,
         )
         self.dispatcher = Dispatcher(
             self.pool,

@@ -118,6 +118,15 @@ def test_a_grant_after_the_token_pushes_everything_and_commits(handoff: PrefillH
     assert isinstance(actions[-1], SendCommit)
 
 
+def test_a_hand_off_in_one_go_says_so(handoff: PrefillHandoff) -> None:
+    reserve(handoff)
+    handoff.reserve_answered(target(), grant())
+    handoff.sampled(TOKEN, is_finished=False)
+    report, _ = handoff.commit_answered(target(), Acknowledged())
+    assert isinstance(report, ReportHandedOff)
+    assert report.is_in_one_go
+
+
 def test_the_acknowledgement_hands_off_and_releases(
     handoff: PrefillHandoff, clock: ManualClock
 ) -> None:
@@ -129,6 +138,7 @@ def test_the_acknowledgement_hands_off_and_releases(
         handoff_s=0.25,
         num_blocks=MANIFEST.num_blocks,
         num_bytes=MANIFEST.num_bytes,
+        is_in_one_go=False,
     )
     assert release == ReleaseBlocks()
     assert handoff.is_settled
