@@ -25,6 +25,7 @@ from router.admission import Admission
 from router.attempt import Phase
 from router.client_buffer import Ending, make_buffer
 from router.emitter import Emitter
+from router.explain import ExplainLog, Explanation
 from router.metrics import RouterMetrics
 from router.output import Output
 from router.placer import Placer
@@ -65,6 +66,7 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._emitter = Emitter(metrics)
+        self._explained = ExplainLog()
         self._recovery = Recovery(pool, placer, admission, clock, limits, metrics)
         pool.listen(self)
 
@@ -151,6 +153,17 @@ class Dispatcher:
             return False
         self._end_call(call, Cancelled("the request was aborted"))
         return True
+
+    def explain(self, request_id: RequestId, tenant: str = "") -> Explanation:
+        """Tells why a tenant's request went where it went.
+
+        Raises:
+            RequestNotFound: the tenant has none of this id in flight, or among the last ended.
+        """
+        call = self._calls.get(request_id)
+        if call is not None and call.tenant == tenant:
+            return call.explain("running")
+        return self._explained.find(request_id, tenant)
 
     def end_all(self, error: PdserveError) -> None:
         """Ends what is in flight, at shutdown."""
@@ -358,6 +371,8 @@ class Dispatcher:
             call.buffer.cut(failure)
         else:
             call.buffer.end(Ending(error=failure))
+        call.explanation = call.explain("OK" if failure is None else failure.reason)
+        self._explained.add(call.explanation)
         self._report(call, failure, now_s)
 
     def _note_cached_output(self, active: ActiveRequest) -> None:

@@ -143,6 +143,8 @@ class Recovery:
             one.times.note_dispatch(now_s)
             one.prefill_worker = choice.prefill.worker_id if choice.prefill else ""
             one.decode_worker = choice.decode.worker_id
+        if call.samples[0] in active.mates:
+            call.note_choice(active.state.attempt, choice, now_s)
         first = requests[0]
         if active not in call.together:
             return first
