@@ -17,6 +17,7 @@ from router.explain import MAX_PLACEMENTS, Explanation, PlacedAttempt, find_crit
 from router.output import Output
 from router.policy import Choice
 from router.request_state import RequestState
+from router.slo import NO_SLO, Slo
 from router.timing import RequestTimes, join_times
 from router.worker_key import WorkerKey
 
@@ -35,6 +36,7 @@ class ClientCall:
     deadline_at_s: float | None
     """On the router's clock."""
     tenant: str = ""
+    slo: Slo = NO_SLO
     http_request_id: str | None = None
     """The client's X-Request-Id, for the log."""
     samples: "list[ActiveRequest]" = field(default_factory=list)

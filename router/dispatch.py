@@ -32,6 +32,7 @@ from router.placer import Placer
 from router.prefix_index import hash_granules
 from router.recovery import Limits, Recovery
 from router.request_state import RequestState
+from router.slo import NO_SLO, Slo
 from router.timing import RequestTimes
 from router.worker_key import WorkerKey
 from router.worker_pool import WorkerPool
@@ -83,6 +84,7 @@ class Dispatcher:
         tenant: str = "",
         http_request_id: str | None = None,
         echo: inference_pb2.PromptChunk | None = None,
+        slo: Slo = NO_SLO,
     ) -> ActiveRequest:
         """Admits a checked request and begins to place it.
 
@@ -93,6 +95,7 @@ class Dispatcher:
             tenant: on whose behalf; nobody else may abort it.
             http_request_id: the client's own name for it, for the log.
             echo: the prompt, if the client wants it back.
+            slo: what it wants.
 
         Raises:
             Overloaded: a limit is reached.
@@ -111,6 +114,7 @@ class Dispatcher:
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
             tenant=tenant,
+            slo=slo,
             http_request_id=http_request_id,
         )
         self._calls[request.request_id] = call

@@ -1,5 +1,7 @@
 """Turns an explanation into its message."""
 
+from google.protobuf.json_format import MessageToDict
+
 from pdserve.rpc.v1 import inference_pb2
 from router.candidates import Candidate
 from router.explain import Explanation, PlacedAttempt
@@ -23,6 +25,16 @@ def explanation_to_wire(explanation: Explanation) -> inference_pb2.ExplainRespon
     if expected_s is not None:
         response.expected_ttft_s = expected_s
     return response
+
+
+def explanation_to_json(explanation: Explanation) -> dict[str, object]:
+    """Shapes it for JSON; zeros are written."""
+    shown: dict[str, object] = MessageToDict(
+        explanation_to_wire(explanation),
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+    )
+    return shown
 
 
 def _placement_to_wire(placed: PlacedAttempt) -> inference_pb2.Placement:

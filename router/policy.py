@@ -19,7 +19,7 @@ import numpy as np
 
 from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
-from router.candidates import Candidate, CandidateTable, Path
+from router.candidates import FIRST_TOKEN, Candidate, CandidateTable, Path
 from router.cost import (
     Laws,
     LawTable,
@@ -67,6 +67,8 @@ class Demand:
     """There is, or was, one; without it every prompt is local."""
     tpot_slo_s: float | None = None
     """Wanted seconds per output token."""
+    ttft_slo_s: float | None = None
+    """Wanted seconds from now to the first token."""
     excluded: Collection[WorkerKey] = ()
 
     @property
@@ -115,6 +117,10 @@ class Policy(Protocol):
         """
         ...
 
+    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
+        """Returns how long a pool takes for so many tokens of prompts; None while not known."""
+        ...
+
 
 class JointPolicy:
     """The policy of this router."""
@@ -149,7 +155,11 @@ class JointPolicy:
                 raise NoWorker("no prefill worker is available")
         if not ways:
             raise NoWorker("no prefill worker has a compatible decode worker")
-        return self._pick(join_ways(ways), cached, laws, now_s)
+        joined = join_ways(ways)
+        if demand.ttft_slo_s is not None and laws.is_fitted:
+            late = np.maximum(joined.terms[FIRST_TOKEN] - demand.ttft_slo_s, 0.0)
+            joined = replace(joined, rank=joined.rank + MISSED_WEIGHT * late)
+        return self._pick(joined, cached, laws, now_s)
 
     def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
         """Chooses by what is left: the hand-off, the wait for room, the step."""
@@ -164,6 +174,17 @@ class JointPolicy:
         own[row] = 0.0
         computed = PromptSide(own=own, queue=none, time=none, uncached=none + 1.0, tie=none)
         return self._pick(pair_ways(fleet, laws, computed, side, now_s), cached, laws, now_s)
+
+    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
+        """Counts whole steps, shared by all workers of the pool."""
+        fleet, laws = self._fleet, self._table.laws(now_s)
+        usable = fleet.usable(role, (), now_s)
+        if not laws.is_fitted or not usable.any():
+            return None
+        fixed, per_token, per_pair = laws.prefill[:, usable]
+        chunk = fleet.chunk_tokens[usable]
+        token_s = fixed / chunk + per_token + per_pair * chunk / 2
+        return float(num_tokens / (1.0 / token_s).sum())
 
     def _decode_side(
         self,

@@ -29,6 +29,7 @@ from pdserve.log import configure_logging
 from pdserve.metrics import serve_metrics
 from pdserve.models.folder import effective_max_model_len, read_model_config
 from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.profile_files import read_profiles
 from pdserve.registry.base import Registry
 from pdserve.registry.redis import RedisRegistry
 from pdserve.request import FrontId
@@ -53,6 +54,7 @@ from router.prefix_index import PrefixIndex
 from router.prompt import RequestMaker
 from router.recovery import Limits
 from router.service import InferenceService, ServerIdentity
+from router.slo import parse_slo_classes
 from router.validation import MAX_LOGPROBS, ModelLimits
 from router.worker_pool import WorkerPool
 
@@ -134,7 +136,7 @@ class RouterFront:
         self._metrics = RouterMetrics(self.metrics_registry, model.limits.served_name)
         fleet = Fleet(config.worker_silence_s)
         book = LoadBook(fleet, clock)
-        self.predictor = Predictor()
+        self.predictor = Predictor(read_profiles(config.profiles))
         self.pool = WorkerPool(
             registry,
             self.front_id,
@@ -171,6 +173,7 @@ class RouterFront:
             self._metrics,
             clock,
             config.default_timeout_s,
+            parse_slo_classes(config.slo_classes),
         )
         self._keyring = read_keyring(config, secrets.token_bytes(32))
         self.service = InferenceService(
@@ -261,6 +264,7 @@ class RouterFront:
                 await self._server.set_serving(can_serve)
                 logger.info("health changed", extra={"is_serving": can_serve})
             num_waiting = self.dispatcher.admission.num_waiting
+            self._metrics.note_predictor(self.predictor.qualities())
             self._metrics.note_load(
                 num_running=self.dispatcher.num_in_flight - num_waiting, num_waiting=num_waiting
             )

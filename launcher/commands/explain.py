@@ -32,10 +32,18 @@ def explain(
         except grpc.RpcError as error:
             raise client_error(error, address) from error
     if as_json:
-        typer.echo(json.dumps(MessageToDict(found, preserving_proto_field_name=True)))
+        typer.echo(json.dumps(to_json(found)))
         return 0
     show(found, Console(width=140))
     return 0
+
+
+def to_json(found: inference_pb2.ExplainResponse) -> dict[str, object]:
+    """Shapes an explanation for JSON; zeros are written."""
+    shown: dict[str, object] = MessageToDict(
+        found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return shown
 
 
 def show(found: inference_pb2.ExplainResponse, console: Console) -> None:

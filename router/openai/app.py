@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from google.protobuf.json_format import MessageToDict
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +19,7 @@ from pdserve.exposition import CONTENT_TYPE, TextExposition
 from pdserve.request import RequestId
 from pdserve.trace import parse_traceparent
 from pdserve.version import VERSION
-from router.explain_wire import explanation_to_wire
+from router.explain_wire import explanation_to_json
 from router.intake import Intake, Origin
 from router.openai.answer import Answer, StreamedAnswer, answer_whole
 from router.openai.body import read_json
@@ -100,6 +99,9 @@ class HttpFront:
 
     async def _generate(self, request: Request, parse: Parser) -> ASGIApp:
         call = parse(await self._read(request), self._texts, self._unknown)
+        slo_class = request.headers.get("x-slo-class", "")
+        for wire in call.wires:
+            wire.slo_class = slo_class
         answer = Answer(call, self._maker.limits.served_name)
         origin = Origin(
             trace_id=parse_traceparent(request.headers.getlist("traceparent")),
@@ -137,7 +139,7 @@ class HttpFront:
         request_id = RequestId(request.path_params["request_id"])
         tenant = tenant_of(request.scope)
         found = self._parts.intake.dispatcher.explain(request_id, tenant.name)
-        shown = MessageToDict(explanation_to_wire(found), preserving_proto_field_name=True)
+        shown = explanation_to_json(found)
         return json_response(shown)
 
     def _model(self) -> dict[str, object]:

@@ -269,11 +269,21 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    TPOT_SLO_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Optional; at most 128 characters of [A-Za-z0-9._-]. Made by the server when empty."""
     model: _builtins.str
     """Optional; NOT_FOUND when it names another model."""
     text: _builtins.str
+    slo_class: _builtins.str
+    """One of the configured classes; empty: none."""
+    ttft_slo_s: _builtins.float
+    """Wanted seconds to the first token, and per output token, in place of the class's. A request that would miss the first
+    is refused at once, with RESOURCE_EXHAUSTED and RetryInfo, as soon as the router can predict it.
+    """
+    tpot_slo_s: _builtins.float
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds: ...
     @_builtins.property
@@ -289,13 +299,25 @@ class GenerateRequest(_message.Message):
         token_ids: _types_pb2.TokenIds | None = ...,
         chat: Global___ChatPrompt | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
+        slo_class: _builtins.str = ...,
+        ttft_slo_s: _builtins.float | None = ...,
+        tpot_slo_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "_ttft_slo_s", b"_ttft_slo_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "_ttft_slo_s", b"_ttft_slo_s", "chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "text", b"text", "token_ids", b"token_ids", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_slo_s: _TypeAlias = _typing.Literal["ttft_slo_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_slo_s: _TypeAlias = _typing.Literal["_ttft_slo_s", b"_ttft_slo_s"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_s) -> _WhichOneofReturnType__tpot_slo_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_slo_s) -> _WhichOneofReturnType__ttft_slo_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
