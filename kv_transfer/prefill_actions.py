@@ -117,8 +117,8 @@ class ReportHandedOff:
     """From the first token to the acknowledgement."""
     num_blocks: int
     num_bytes: int
-    is_in_one_go: bool
-    """All frames were sent after the first token: `handoff_s` is what they take by themselves."""
+    transfer_s: float | None
+    """From sending all frames in one go to the acknowledgement; None if they went by and by."""
 
 
 class ReturnReason(Enum):

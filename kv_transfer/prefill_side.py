@@ -74,7 +74,7 @@ class PrefillHandoff:
         self._sent: set[int] = set()
         self._tokens: tuple[FirstToken, ...] = ()
         self._token_at_s = 0.0
-        self._is_in_one_go = False
+        self._pushed_whole_at_s: float | None = None
         self._last_decode_attempt = 0
         self._unplaced_at_s: float | None = None
         self._progress_at_s = clock.now()
@@ -187,7 +187,6 @@ class PrefillHandoff:
         self._num_computed_tokens = len(self.request.token_ids)
         self._tokens = tokens
         self._token_at_s = self._clock.now()
-        self._is_in_one_go = self._grant is not None and not self._num_pushed
         if is_finished:
             return self._finish(PrefillStage.FINISHED, "finished at prefill")
         return [*self._push_ready(), *self._commit_if_ready()]
@@ -265,6 +264,9 @@ class PrefillHandoff:
         frames = self._manifest.frames[self._num_pushed : num_ready]
         if frames and not self._has_unsent_frames():
             self._progress_at_s = self._clock.now()
+        if not self._num_pushed:
+            is_whole = num_ready == len(self._manifest.frames)
+            self._pushed_whole_at_s = self._clock.now() if is_whole else None
         self._num_pushed = max(self._num_pushed, num_ready)
         return [
             PushFrame(
@@ -298,13 +300,14 @@ class PrefillHandoff:
     def _hand_off(self) -> list[PrefillAction]:
         assert self._manifest is not None
         self._enter(PrefillStage.HANDED_OFF)
+        now_s, whole_s = self._clock.now(), self._pushed_whole_at_s
         return [
             ReportHandedOff(
                 decode_attempt=self._last_decode_attempt,
-                handoff_s=self._clock.now() - self._token_at_s,
+                handoff_s=now_s - self._token_at_s,
                 num_blocks=self._manifest.num_blocks,
                 num_bytes=self._manifest.num_bytes,
-                is_in_one_go=self._is_in_one_go and self._last_decode_attempt == 1,
+                transfer_s=None if whole_s is None else now_s - whole_s,
             ),
             ReleaseBlocks(),
         ]

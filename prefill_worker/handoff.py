@@ -329,7 +329,7 @@ class HandoffDesk:
         )
 
     def _report_handed_off(self, handoff: PrefillHandoff, action: ReportHandedOff) -> None:
-        self.totals.note(action.num_bytes, action.handoff_s, is_clean=action.is_in_one_go)
+        self.totals.note(action.num_bytes, action.handoff_s, action.transfer_s)
         times = worker_pb2.StageTimes(
             handoff_s=action.handoff_s,
             kv_blocks_shipped=action.num_blocks,

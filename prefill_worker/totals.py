@@ -17,10 +17,10 @@ class HandoffTotals:
     latest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=4))
     """Bytes and seconds of some hand-offs sent in one go, until they are reported."""
 
-    def note(self, num_bytes: int, seconds: float, *, is_clean: bool) -> None:
-        """Counts a hand-off that has ended; a clean one tells how long such bytes take."""
+    def note(self, num_bytes: int, seconds: float, transfer_s: float | None) -> None:
+        """Counts a hand-off that has ended, and keeps how long its bytes took by themselves."""
         self.completed += 1
         self.num_bytes += num_bytes
         self.seconds += seconds
-        if is_clean:
-            self.latest.append((num_bytes, seconds))
+        if transfer_s is not None:
+            self.latest.append((num_bytes, transfer_s))

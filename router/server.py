@@ -45,6 +45,7 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.intake import Intake
 from router.load_book import LoadBook
+from router.load_share import LoadChannel, LoadShare
 from router.metrics import RouterMetrics
 from router.openai.app import HttpFront, HttpParts
 from router.openai.http_server import HttpServer
@@ -53,6 +54,7 @@ from router.policy import JointPolicy
 from router.prefix_index import PrefixIndex
 from router.prompt import RequestMaker
 from router.recovery import Limits
+from router.redis_loads import RedisLoadChannel
 from router.service import InferenceService, ServerIdentity
 from router.slo import parse_slo_classes
 from router.validation import MAX_LOGPROBS, ModelLimits
@@ -123,8 +125,20 @@ class ServedModel:
 class RouterFront:
     """All parts of one front, and their life."""
 
-    def __init__(self, config: RouterConfig, registry: Registry, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        clock: Clock,
+        loads: LoadChannel | None = None,
+    ) -> None:
         """Reads the model folder; listens nowhere yet.
+
+        Args:
+            config: of this front.
+            registry: where workers are found.
+            clock: of everything.
+            loads: to other fronts; None: workers' reports are all that is known of them.
 
         Raises:
             ConfigError: the folder or a limit is wrong.
@@ -136,6 +150,7 @@ class RouterFront:
         self._metrics = RouterMetrics(self.metrics_registry, model.limits.served_name)
         fleet = Fleet(config.worker_silence_s)
         book = LoadBook(fleet, clock)
+        self._share = None if loads is None else LoadShare(self.front_id, fleet, loads, clock)
         self.predictor = Predictor(read_profiles(config.profiles))
         self.pool = WorkerPool(
             registry,
@@ -216,6 +231,8 @@ class RouterFront:
             asyncio.create_task(self.pool.run(self._config.registry_poll_s), name="pool"),
             asyncio.create_task(self._watch(), name="health"),
         ]
+        if self._share is not None:
+            self._tasks.append(asyncio.create_task(self._share.run(), name="load share"))
         return port
 
     def _make_http_app(self) -> ASGIApp:
@@ -290,7 +307,8 @@ async def serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, take_signal)
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(RedisRegistry(config.redis_url, config.cluster))
-        front = RouterFront(config, registry, MonotonicClock())
+        loads = await stack.enter_async_context(RedisLoadChannel(config.redis_url, config.cluster))
+        front = RouterFront(config, registry, MonotonicClock(), loads)
         metrics = serve_metrics(front.metrics_registry, config.host, config.metrics_port)
         stack.callback(metrics.close)
         port = await front.start()

@@ -1,4 +1,4 @@
-"""On a real cluster: the predictor learns from real steps, and a request's time is accounted for."""
+"""On a real cluster: a request's time is accounted for, and the predictor learns real steps."""
 
 import asyncio
 import json

@@ -118,13 +118,23 @@ def test_a_grant_after_the_token_pushes_everything_and_commits(handoff: PrefillH
     assert isinstance(actions[-1], SendCommit)
 
 
-def test_a_hand_off_in_one_go_says_so(handoff: PrefillHandoff) -> None:
+@pytest.mark.parametrize("is_granted_first", [True, False])
+def test_frames_that_are_sent_in_one_go_are_timed_from_then(
+    handoff: PrefillHandoff, clock: ManualClock, is_granted_first: bool
+) -> None:
     reserve(handoff)
-    handoff.reserve_answered(target(), grant())
-    handoff.sampled(TOKEN, is_finished=False)
+    if is_granted_first:
+        handoff.reserve_answered(target(), grant())
+        clock.advance(1.0)
+        handoff.sampled(TOKEN, is_finished=False)
+    else:
+        handoff.sampled(TOKEN, is_finished=False)
+        clock.advance(1.0)
+        handoff.reserve_answered(target(), grant())
+    clock.advance(0.25)
     report, _ = handoff.commit_answered(target(), Acknowledged())
     assert isinstance(report, ReportHandedOff)
-    assert report.is_in_one_go
+    assert report.transfer_s == 0.25
 
 
 def test_the_acknowledgement_hands_off_and_releases(
@@ -138,7 +148,7 @@ def test_the_acknowledgement_hands_off_and_releases(
         handoff_s=0.25,
         num_blocks=MANIFEST.num_blocks,
         num_bytes=MANIFEST.num_bytes,
-        is_in_one_go=False,
+        transfer_s=None,
     )
     assert release == ReleaseBlocks()
     assert handoff.is_settled
