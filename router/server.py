@@ -38,6 +38,7 @@ from pdserve.tokenizer import Tokenizer
 from pdserve.version import VERSION
 from router.admission import Admission
 from router.auth import KeyGate, read_keyring
+from router.cache_watch import CacheWatch
 from router.dispatch import Dispatcher
 from router.intake import Intake
 from router.load_book import LoadBook
@@ -136,11 +137,11 @@ class RouterFront:
             silence_s=config.worker_silence_s,
             max_message_bytes=4 * config.max_request_bytes,
         )
+        self.index = PrefixIndex(clock=clock, seed=secrets.randbits(63))
+        self._cache_watch = CacheWatch(self.pool, self.index, self.front_id)
         self.dispatcher = Dispatcher(
             self.pool,
-            InProcessPlacer(
-                self.pool, PrefixIndex(), config.block_size, config.local_prefill_tokens
-            ),
+            InProcessPlacer(self.pool, self.index, config.block_size, config.local_prefill_tokens),
             Admission(config.max_queued, config.max_in_flight),
             clock,
             Limits(
@@ -199,6 +200,7 @@ class RouterFront:
         await server.start()
         self._tasks = [
             asyncio.create_task(self.pool.run(self._config.registry_poll_s), name="pool"),
+            asyncio.create_task(self._cache_watch.run(), name="caches"),
             asyncio.create_task(self._watch(), name="health"),
         ]
         return port

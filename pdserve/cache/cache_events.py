@@ -30,9 +30,8 @@ class CachePiece:
     keys: NDArray[np.uint64]
     is_removed: NDArray[np.bool_]
     """One for each key; all False in a snapshot."""
-    is_snapshot: bool = False
-    is_first: bool = False
-    """Of a snapshot: whatever was known is void."""
+    snapshot_index: int | None = None
+    """Counts the parts of a snapshot, at whose first one all that was known is void."""
     is_last: bool = False
     """Of a snapshot: from here on there are events."""
 
@@ -100,13 +99,12 @@ class CacheEventLog:
 def _cut_snapshot(
     keys: NDArray[np.uint64], next_sequence: int, max_piece: int
 ) -> Iterator[CachePiece]:
-    for start in range(0, max(len(keys), 1), max_piece):
+    for index, start in enumerate(range(0, max(len(keys), 1), max_piece)):
         part = keys[start : start + max_piece]
         yield CachePiece(
             first_sequence=next_sequence,
             keys=part,
             is_removed=np.zeros(len(part), np.bool_),
-            is_snapshot=True,
-            is_first=start == 0,
+            snapshot_index=index,
             is_last=start + max_piece >= len(keys),
         )

@@ -64,26 +64,19 @@ class PrefixHit:
 class PrefixCache:
     """Finds, enters and evicts blocks of one pool; one thread only."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        is_enabled: bool = True,
-        granules: CachedGranules | None = None,
-    ) -> None:
-        """Owns the pool's cached blocks; a cache that is not enabled never has any.
-
-        Args:
-            pool: the blocks.
-            is_enabled: whether anything is cached.
-            granules: is told what becomes findable and what does not stay so.
-        """
+    def __init__(self, pool: BlockPool, *, is_enabled: bool = True) -> None:
+        """Owns the pool's cached blocks; a cache that is not enabled never has any."""
         self.pool = pool
-        self._granules = granules
         self._is_enabled = is_enabled
         self._by_hash: dict[BlockHash, _Entry] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._num_entries_made = 0
+        self._granules: CachedGranules | None = None
+
+    def tell(self, granules: CachedGranules) -> None:
+        """Tells from now on what can be found and what no longer; nothing is cached yet."""
+        assert not self._by_hash
+        self._granules = granules
 
     def find(self, chain: HashChain, max_blocks: int) -> PrefixHit:
         """Finds the longest prefix of full blocks, at most `max_blocks` of them."""

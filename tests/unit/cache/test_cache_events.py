@@ -40,16 +40,16 @@ def test_a_snapshot_comes_in_pieces_and_names_the_next_event():
     found = list(pieces)
     assert [piece.keys.tolist() for piece in found] == [[1, 3], [4, 5], [6]]
     assert {piece.first_sequence for piece in found} == {8}
-    assert [(p.is_first, p.is_last) for p in found] == [
-        (True, False),
-        (False, False),
-        (False, True),
+    assert [(p.snapshot_index, p.is_last) for p in found] == [
+        (0, False),
+        (1, False),
+        (2, True),
     ]
 
 
 def test_a_snapshot_of_nothing_is_one_piece():
     (piece,) = CacheEventLog().snapshot()
-    assert (piece.keys.tolist(), piece.is_first, piece.is_last) == ([], True, True)
+    assert (piece.keys.tolist(), piece.snapshot_index, piece.is_last) == ([], 0, True)
 
 
 def test_after_a_clear_nobody_can_go_on_from_before_it():
