@@ -14,6 +14,7 @@ import numpy as np
 from pdserve.request import Incarnation, WorkerId
 from pdserve.rpc.v1 import worker_pb2
 from router.event_queue import EventQueue
+from router.granule_table import Keys
 
 
 class Taken(Enum):
@@ -56,9 +57,7 @@ class CacheFeed:
             self.next_sequence = batch.first_sequence + len(keys)
         return Taken.FOLLOWED
 
-    def _take_part(
-        self, part: worker_pb2.SnapshotPart, next_sequence: int, keys: np.ndarray
-    ) -> Taken:
+    def _take_part(self, part: worker_pb2.SnapshotPart, next_sequence: int, keys: Keys) -> Taken:
         if part.index == 0:
             self._queue.begin_snapshot(self._worker_id)
             self._next_part = 0

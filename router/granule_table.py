@@ -21,6 +21,7 @@ _MAX_FILL = 0.85
 _GROWTH = 1.2
 _SEGMENT_BITS = 8
 _NUM_SEGMENTS = 1 << _SEGMENT_BITS
+_SEGMENT_SHIFT = np.uint64(64 - _SEGMENT_BITS)
 _MAX_KICKS = 200
 _MAX_REHASH = 1 << 16
 """Keys that are spread anew at once."""
@@ -97,11 +98,12 @@ class GranuleTable:
         return index * size + np.flatnonzero(self._keys.reshape(_NUM_SEGMENTS, size)[index])
 
     def _segments_of(self, keys: Keys) -> Slots:
-        return ((keys * self._factor) >> np.uint64(64 - _SEGMENT_BITS)).astype(np.int64)
+        segments: Slots = ((keys * self._factor) >> _SEGMENT_SHIFT).astype(np.int64)
+        return segments
 
     def _buckets_of(self, keys: Keys) -> tuple[Slots, Slots]:
         mixed = keys * self._factor
-        segments = (mixed >> np.uint64(64 - _SEGMENT_BITS)).astype(np.int64)
+        segments = (mixed >> _SEGMENT_SHIFT).astype(np.int64)
         size = self._num_buckets.take(segments)
         first = ((mixed >> np.uint64(16) & _LOW_32) * size) >> np.uint64(32)
         other = (mixed ^ mixed >> np.uint64(32)) * _SECOND_FACTOR
@@ -180,14 +182,11 @@ class GranuleTable:
             self._place(old_keys[is_used], old_values[is_used])
 
     def _widen(self, stride: int) -> None:
-        for name in ("keys", "values"):
-            old = self._keys if name == "keys" else self._values
-            new = np.zeros((_NUM_SEGMENTS, stride, _BUCKET), old.dtype)
-            new[:, : self._stride] = old.reshape(_NUM_SEGMENTS, self._stride, _BUCKET)
-            if name == "keys":
-                self._keys = new.reshape(-1, _BUCKET)
-            else:
-                self._values = new.reshape(-1, _BUCKET)
+        shape, old_shape = (_NUM_SEGMENTS, stride, _BUCKET), (_NUM_SEGMENTS, self._stride, _BUCKET)
+        keys, values = np.zeros(shape, np.uint64), np.zeros(shape, np.uint32)
+        keys[:, : self._stride] = self._keys.reshape(old_shape)
+        values[:, : self._stride] = self._values.reshape(old_shape)
+        self._keys, self._values = keys.reshape(-1, _BUCKET), values.reshape(-1, _BUCKET)
         self._stride = stride
 
 
@@ -201,4 +200,5 @@ def _as_words(flags: NDArray[np.bool_]) -> NDArray[np.uint64]:
 
 def _lowest(words: NDArray[np.uint64]) -> Slots:
     """Returns which flag is set in words with exactly one."""
-    return (np.bitwise_count(words - _ONE) >> 3).astype(np.int64)
+    places: Slots = (np.bitwise_count(words - _ONE) >> 3).astype(np.int64)
+    return places

@@ -6,7 +6,7 @@ All calls work on arrays; of the sets in one call, no two are the same stored se
 """
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,14 @@ _SHRINKS_AT = {2: 2, _MAP: 8}
 """So many members move to the kind before: half of what it holds, so that few go back and forth."""
 _FIRST_WORDS = 16
 
-Item = TypeVar("Item", np.uint16, np.uint64)
 
-
-class _Slab(Generic[Item]):
+class _Slab:
     """Stored sets of one size, with a stack of those that are free."""
 
-    def __init__(self, width: int, fill: Item) -> None:
+    def __init__(self, width: int, fill: np.uint16 | np.uint64) -> None:
         self._fill = fill
-        self.items: NDArray[Item] = np.full((0, width), fill, type(fill))
+        self.items: NDArray[Any] = np.full((0, width), fill)
+        """[slots, width], of the type of `fill`."""
         self._freed = np.zeros(0, np.uint32)
         self._num_freed = 0
         self._num_made = 0
@@ -134,7 +133,7 @@ class HolderSets:
         slots = (sets[where] & _SLOT_MASK).astype(np.int64)
         members = slab.items[slots]
         added = rows[where]
-        is_new = ~(members == added[:, None]).any(axis=1)
+        is_new: Bits = ~(members == added[:, None]).any(axis=1)
         is_free = members == _NOBODY
         has_room = is_free.any(axis=1)
         fits = is_new & has_room
@@ -273,7 +272,7 @@ def _name(kind: int, slots: Slots) -> Sets:
     return (slots | kind << _KIND_SHIFT).astype(np.uint32)
 
 
-def _lengthen(old: NDArray[Item], length: int) -> NDArray[Item]:
+def _lengthen(old: NDArray[Any], length: int) -> NDArray[Any]:
     new = np.zeros((length, *old.shape[1:]), old.dtype)
     new[: len(old)] = old
     return new
