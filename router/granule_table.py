@@ -25,6 +25,7 @@ _SEGMENT_SHIFT = np.uint64(64 - _SEGMENT_BITS)
 _MAX_KICKS = 200
 _MAX_REHASH = 1 << 16
 """Keys that are spread anew at once."""
+_HALF = np.uint64(32)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _SECOND_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -61,11 +62,13 @@ class GranuleTable:
 
     def find(self, keys: Keys) -> tuple[NDArray[np.bool_], Slots]:
         """Returns which keys are there, and the slots of those; other slots mean nothing."""
-        first, second = self._buckets_of(keys)
-        is_found, slots = self._find_in(first, keys)
+        mixed = keys * self._factor
+        segments = (mixed >> _SEGMENT_SHIFT).astype(np.int64)
+        is_found, slots = self._find_in(self._first_of(mixed, segments), keys)
         rest = np.flatnonzero(~is_found)
         if len(rest):
-            is_found[rest], slots[rest] = self._find_in(second[rest], keys[rest])
+            others = self._second_of(mixed[rest], segments[rest])
+            is_found[rest], slots[rest] = self._find_in(others, keys[rest])
         return is_found, slots
 
     def values_at(self, slots: Slots) -> Values:
@@ -104,12 +107,19 @@ class GranuleTable:
     def _buckets_of(self, keys: Keys) -> tuple[Slots, Slots]:
         mixed = keys * self._factor
         segments = (mixed >> _SEGMENT_SHIFT).astype(np.int64)
-        size = self._num_buckets.take(segments)
-        first = ((mixed >> np.uint64(16) & _LOW_32) * size) >> np.uint64(32)
-        other = (mixed ^ mixed >> np.uint64(32)) * _SECOND_FACTOR
-        second = ((other >> np.uint64(32)) * size) >> np.uint64(32)
-        start = segments * self._stride
-        return start + first.astype(np.int64), start + second.astype(np.int64)
+        return self._first_of(mixed, segments), self._second_of(mixed, segments)
+
+    def _first_of(self, mixed: Keys, segments: Slots) -> Slots:
+        return self._bucket(mixed >> np.uint64(16) & _LOW_32, segments)
+
+    def _second_of(self, mixed: Keys, segments: Slots) -> Slots:
+        return self._bucket((mixed ^ mixed >> _HALF) * _SECOND_FACTOR >> _HALF, segments)
+
+    def _bucket(self, fractions: Keys, segments: Slots) -> Slots:
+        """Returns the buckets at so many 2**32-ths of their segments."""
+        buckets = (fractions * self._num_buckets.take(segments) >> _HALF).astype(np.int64)
+        buckets += segments * self._stride
+        return buckets
 
     def _find_in(self, buckets: Slots, keys: Keys) -> tuple[NDArray[np.bool_], Slots]:
         is_same = _as_words(self._keys.take(buckets, axis=0) == keys[:, None])

@@ -234,34 +234,71 @@ class HolderSets:
                 self._maps.items[slots, words] |= bits
         return _name(kind, slots)
 
-    def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
-        """Returns the sets as bit maps, [number, words]."""
-        maps = np.zeros((len(sets), self.num_words), np.uint64)
+    def few_in(self, one: int) -> Slots | None:
+        """Returns the rows of a set of at most four; None: there are more, or may be."""
+        kind = one >> _KIND_SHIFT
+        if kind == 0:
+            return np.array([one])
+        if kind > 1:
+            return None
+        members = self._lists[kind].items[one & _SLOT_MASK].astype(np.int64)
+        return members[members != _NOBODY]
+
+    def contain(self, sets: Sets, row: int) -> Bits:
+        """Says which of the sets have a row."""
         kinds = sets >> _KIND_SHIFT
-        where = np.flatnonzero(kinds == 0)
-        if len(where):
-            words, bits = _bits_of(sets[where])
-            maps[where, words] = bits
+        result: Bits = sets == row
         for kind, slab in self._lists.items():
             where = np.flatnonzero(kinds == kind)
             if len(where):
-                members = slab.items[(sets[where] & _SLOT_MASK).astype(np.int64)]
-                at, column = np.nonzero(members != _NOBODY)
-                words, bits = _bits_of(members[at, column])
-                # No bit comes twice, so that adding is joining; add.at is the quick one of the two.
-                np.add.at(maps.reshape(-1), where[at] * self.num_words + words, bits)
+                members = slab.items.take((sets[where] & _SLOT_MASK).astype(np.int64), axis=0)
+                # Four flags are compared at once: an `any` over so short an axis takes longer.
+                words = (members == row).view(np.uint32)
+                result[where] = words[:, 0] != 0 if kind == 1 else words.any(axis=1)
         where = np.flatnonzero(kinds == _MAP)
         if len(where):
-            maps[where] = self._maps.items[(sets[where] & _SLOT_MASK).astype(np.int64)]
+            words = self._maps.items[:, row >> 6].take((sets[where] & _SLOT_MASK).astype(np.int64))
+            result[where] = words >> np.uint64(row & 63) & np.uint64(1)
+        return result
+
+    def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
+        """Returns the sets as bit maps, [number, words]."""
+        is_map = sets >> _KIND_SHIFT == _MAP
+        maps: NDArray[np.uint64]
+        if is_map.any():
+            maps = self._maps.items.take((sets & _SLOT_MASK) * is_map, axis=0)
+        else:
+            maps = np.zeros((len(sets), self.num_words), np.uint64)
+        others = np.flatnonzero(~is_map)
+        if len(others):
+            maps[others] = 0
+            self._fill_maps(maps.reshape(-1), others * self.num_words, sets[others])
         return maps
+
+    def _fill_maps(self, flat: NDArray[np.uint64], starts: Slots, sets: Sets) -> None:
+        """Sets the bits of sets that are no maps, in the maps that begin at `starts`."""
+        kinds = sets >> _KIND_SHIFT
+        where = np.flatnonzero(kinds == 0)
+        words, bits = _bits_of(sets[where])
+        flat[starts[where] + words] = bits
+        for kind, slab in self._lists.items():
+            where = np.flatnonzero(kinds == kind)
+            if len(where):
+                members = slab.items.take(sets[where] & _SLOT_MASK, axis=0)
+                at = np.flatnonzero(members != _NOBODY)
+                words, bits = _bits_of(members.reshape(-1)[at])
+                # No bit comes twice, so that adding is joining; add.at is the quick one of the two.
+                np.add.at(flat, starts[where[at // _LIST_SIZES[kind]]] + words, bits)
 
 
 def unpack_maps(maps: NDArray[np.uint64]) -> tuple[Slots, Slots]:
     """Returns, for each bit that is set, the index of its map and its row, in order."""
-    index, word = np.nonzero(maps)
-    octets = maps[index, word].astype("<u8").view(np.uint8).reshape(-1, 8)
-    at, bit = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))
-    return index[at], word[at] * 64 + bit
+    flat = maps.reshape(-1)
+    where = np.flatnonzero(flat != 0)
+    octets = flat[where].astype("<u8", copy=False).view(np.uint8)
+    bits = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
+    index, word = np.divmod(where[bits >> 6], maps.shape[1])
+    return index, word * 64 + (bits & 63)
 
 
 def _bits_of(rows: NDArray[np.uint16] | Sets) -> tuple[Slots, NDArray[np.uint64]]:

@@ -25,8 +25,6 @@ __all__ = ["GRANULE_TOKENS", "PrefixIndex", "hash_granules"]
 
 HINT_S = 30.0
 """A placed prompt that its worker has not cached by then is not going to be."""
-_PROBE = 16
-"""Granules looked up first: most prompts are known to nobody, or not far."""
 _KEYS_A_SWEEP = 1 << 14
 _MIN_TIDY = 1 << 12
 _NO_ROW = -1
@@ -155,21 +153,32 @@ class PrefixIndex:
     def match_rows(self, keys: Sequence[int]) -> Matches:
         """Returns the rows of the workers that hold the first granule, and how many each holds."""
         self._drop_hints()
-        array = np.array(keys, np.uint64)
-        sets = self._find_leading(array[:_PROBE])
-        if len(sets) == _PROBE and len(array) > _PROBE:
-            sets = np.concatenate((sets, self._find_leading(array[_PROBE:])))
+        sets = self._find_leading(_as_keys(np.array(keys, np.uint64)))
         if not len(sets):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        places = self._sets.few_in(int(sets[0]))
+        if places is not None:
+            lengths = np.array([_count_leading(self._sets.contain(sets, p)) for p in places])
+        else:
+            places, lengths = self._measure_many(sets)
+        rows = self._row_at[places]
+        is_here = rows != _NO_ROW
+        return rows[is_here], lengths[is_here]
+
+    def _measure_many(self, sets: NDArray[np.uint32]) -> Matches:
+        """Returns the places in the first set, and in how many sets from there on each is."""
         # Neighbours mostly have the same holders.
         ends = np.append(np.flatnonzero(sets[1:] != sets[:-1]) + 1, len(sets))
         maps = self._sets.maps_of(sets[ends - 1])
-        np.bitwise_and.accumulate(maps, axis=0, out=maps)
-        maps[:-1] &= ~maps[1:]
-        run, places = unpack_maps(maps)
-        rows = self._row_at[places]
-        is_here = rows != _NO_ROW
-        return rows[is_here], ends[run[is_here]]
+        changes = maps[1:] ^ maps[:-1]
+        if np.bitwise_or.reduce(changes & maps[1:], axis=None):
+            # Somebody holds what extends a prefix but not all of the prefix: rare.
+            np.bitwise_and.accumulate(maps.copy(), axis=0, out=maps)
+            changes = maps[1:] ^ maps[:-1]
+        run, places = unpack_maps(changes)
+        staying = unpack_maps(maps[-1:])[1]
+        lengths = np.concatenate((ends[run], np.full(len(staying), len(sets))))
+        return np.concatenate((places, staying)), lengths
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drops a worker, after its death or restart."""
@@ -256,7 +265,7 @@ class PrefixIndex:
 
     def _find_leading(self, keys: Keys) -> NDArray[np.uint32]:
         """Returns the sets of the leading keys that are there."""
-        is_found, slots = self._table.find(_as_keys(keys))
+        is_found, slots = self._table.find(keys)
         if not is_found.all():
             slots = slots[: int(is_found.argmin())]
         return self._table.values_at(slots)
@@ -355,9 +364,13 @@ class PrefixIndex:
         return 0.0 if self._clock is None else self._clock.now()
 
 
+def _count_leading(flags: Bits) -> int:
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
 def _as_keys(keys: Keys) -> Keys:
     """Returns keys without 0, which marks free slots of the table."""
-    return np.where(keys == 0, np.uint64(1), keys)
+    return np.maximum(keys, np.uint64(1))
 
 
 def _turns(keys: Keys) -> list[NDArray[np.int64]]:
