@@ -66,21 +66,46 @@ class CacheWatch:
                 self._tasks[key] = asyncio.create_task(self._follow(link), name=name)
 
     async def _follow(self, link: WorkerLink) -> None:
-        feed = CacheFeed(self._queue, link.key.worker_id, link.key.incarnation)
+        worker_id = link.key.worker_id
+        try:
+            await self._follow_life(link)
+        except grpc.aio.AioRpcError:
+            logger.info("worker tells nothing of its cache", extra={"worker_id": worker_id})
+        except Exception:
+            # One worker's messages must not end what is known of all others.
+            logger.exception("cache watch failed", extra={"worker_id": worker_id})
+            self._forget(link)
+
+    async def _follow_life(self, link: WorkerLink) -> None:
+        """Reads stream after stream.
+
+        Raises:
+            AioRpcError: the worker has no such stream.
+        """
+        feed = self._new_feed(link)
         pause_s = _PAUSE_S
         while not link.is_lost:
-            position = feed.next_sequence
+            since_s = asyncio.get_running_loop().time()
             try:
                 await self._read(link, feed)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    extra = {"worker_id": link.key.worker_id}
-                    logger.info("worker tells nothing of its cache", extra=extra)
-                    return
-            # Only what brings something is tried anew at once.
-            has_news = feed.next_sequence != position
-            pause_s = _PAUSE_S if has_news else min(2 * pause_s, _MAX_PAUSE_S)
+                    raise
+            lasted_s = asyncio.get_running_loop().time() - since_s
+            pause_s = _PAUSE_S if lasted_s > pause_s else min(2 * pause_s, _MAX_PAUSE_S)
+            if pause_s == _MAX_PAUSE_S and feed.next_sequence:
+                # What was true seconds ago is worse than nothing: load alone decides meanwhile.
+                self._forget(link)
+                feed = self._new_feed(link)
             await asyncio.sleep(pause_s)
+
+    def _new_feed(self, link: WorkerLink) -> CacheFeed:
+        return CacheFeed(self._queue, link.key.worker_id, link.key.incarnation)
+
+    def _forget(self, link: WorkerLink) -> None:
+        if not link.is_lost:
+            self._queue.discard(link.key.worker_id)
+            self._index.forget(link.key.worker_id)
 
     async def _read(self, link: WorkerLink, feed: CacheFeed) -> None:
         """Reads one stream until it breaks, or tells that something is missing."""

@@ -24,7 +24,7 @@ class CacheStreams:
     ) -> None:
         """Nothing is cached."""
         self._epoch = epoch
-        self._log = log or CacheEventLog()
+        self._log = CacheEventLog() if log is None else log
         self._pause_s = pause_s
         self._changed = asyncio.Event()
 
