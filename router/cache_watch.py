@@ -43,6 +43,11 @@ class CacheWatch:
         self.num_gaps = 0
         """Streams that had to be opened anew because something was missing."""
 
+    @property
+    def num_fed(self) -> int:
+        """Workers whose own events count."""
+        return sum(self._index.is_watched(key.worker_id) for key in self._tasks)
+
     async def run(self) -> None:
         """Follows whoever is in the pool, until cancelled."""
         flusher = asyncio.create_task(self._flush(), name="cache-flush")

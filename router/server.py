@@ -40,6 +40,7 @@ from router.admission import Admission
 from router.auth import KeyGate, read_keyring
 from router.cache_watch import CacheWatch
 from router.dispatch import Dispatcher
+from router.index_metrics import IndexCollector
 from router.intake import Intake
 from router.load_book import LoadBook
 from router.metrics import RouterMetrics
@@ -139,6 +140,9 @@ class RouterFront:
         )
         self.index = PrefixIndex(clock=clock, seed=secrets.randbits(63))
         self._cache_watch = CacheWatch(self.pool, self.index, self.front_id)
+        self.metrics_registry.register(
+            IndexCollector(model.limits.served_name, self.index, self._cache_watch)
+        )
         self.dispatcher = Dispatcher(
             self.pool,
             InProcessPlacer(self.pool, self.index, config.block_size, config.local_prefill_tokens),

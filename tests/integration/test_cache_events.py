@@ -93,8 +93,8 @@ async def test_C12_an_evicted_prefix_is_known_to_no_router_and_a_new_one_learns_
                 prompt_ids=prompt(first), max_tokens=4, temperature=0.0, ignore_eos=True
             )
         await eventually(lambda: index.match(keys) == {})
-        assert sorted(index.match(hash_granules(prompt(100))).values()) == [3, 3]
+        newest = hash_granules(prompt(100))
+        await eventually(lambda: sorted(index.match(newest).values()) == [3, 3])
         async with new_router(cluster) as later:
-            newest = hash_granules(prompt(100))
             await eventually(lambda: later.match(newest) == index.match(newest), timeout_s=5.0)
             assert later.match(keys) == {}

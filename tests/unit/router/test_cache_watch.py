@@ -71,6 +71,21 @@ async def test_a_dead_worker_is_forgotten_and_its_next_life_begins_with_nothing(
     await eventually(lambda: _holds(cluster, {"d0": 1}))
 
 
+async def test_the_index_shows_in_the_metrics(cluster: Cluster):
+    worker = await _add(cluster)
+    worker.change_cache(*KEYS)
+    await eventually(lambda: _holds(cluster, {"d0": 3}))
+    shown = {
+        sample.name: sample.value
+        for family in cluster.front.metrics_registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("pdserve_index")
+    }
+    assert (shown["pdserve_index_pairs"], shown["pdserve_index_watched"]) == (3, 1)
+    assert shown["pdserve_index_bytes"] > 0
+    assert shown["pdserve_index_gaps_total"] == 0
+
+
 async def test_a_worker_without_events_is_known_from_placements(cluster: Cluster):
     worker = await _add(cluster)
     worker.tells_cache = False
