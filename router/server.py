@@ -40,9 +40,11 @@ from pdserve.tokenizer import Tokenizer
 from pdserve.version import VERSION
 from router.admission import Admission
 from router.auth import KeyGate, read_keyring
+from router.cache_watch import CacheWatch
 from router.cost import LawTable
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.index_metrics import IndexCollector
 from router.intake import Intake
 from router.load_book import LoadBook
 from router.load_share import LoadChannel, LoadShare
@@ -162,12 +164,17 @@ class RouterFront:
             max_message_bytes=4 * config.max_request_bytes,
             predictor=self.predictor,
         )
+        self.index = PrefixIndex(clock=clock, seed=secrets.randbits(63))
+        self._cache_watch = CacheWatch(self.pool, self.index, self.front_id)
+        self.metrics_registry.register(
+            IndexCollector(model.limits.served_name, self.index, self._cache_watch)
+        )
         self.dispatcher = Dispatcher(
             self.pool,
             InProcessPlacer(
                 JointPolicy(fleet, table),
                 book,
-                PrefixIndex(),
+                self.index,
                 clock,
                 config.local_prefill_tokens,
                 table,
@@ -231,6 +238,7 @@ class RouterFront:
         await server.start()
         self._tasks = [
             asyncio.create_task(self.pool.run(self._config.registry_poll_s), name="pool"),
+            asyncio.create_task(self._cache_watch.run(), name="caches"),
             asyncio.create_task(self._watch(), name="health"),
         ]
         if self._share is not None:

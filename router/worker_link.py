@@ -138,6 +138,12 @@ class WorkerLink:
         call = self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
         return (await self._answer(call)).worker
 
+    def watch_cache(
+        self, request: worker_pb2.WatchCacheRequest
+    ) -> grpc.aio.UnaryStreamCall[worker_pb2.WatchCacheRequest, worker_pb2.CacheBatch]:
+        """Opens a stream of what the worker caches; whoever reads it cancels it."""
+        return self._stub.WatchCache(request)
+
     def _check_usable(self) -> None:
         if self.is_lost:
             raise WorkerLost(f"worker {self.key.worker_id} is gone")

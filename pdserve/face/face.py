@@ -20,6 +20,7 @@ from pdserve.config.load import name_flag
 from pdserve.config.shape import ITEM_BYTES
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.face.cache_streams import CacheStreams
 from pdserve.face.collector import WorkerCollector
 from pdserve.face.membership import Membership
 from pdserve.face.peers import PeerCalls
@@ -65,6 +66,7 @@ class Face:
         self._collector = WorkerCollector(config.engine.model, config.worker_id, role)
         self._log = TokenLog(self._clock)
         self._streams = FrontStreams(self._log, self._incarnation, self._clock, self._load)
+        self._cache = CacheStreams(self._incarnation)
         self._peers = PeerCalls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
@@ -94,6 +96,7 @@ class Face:
             on_peer_call=self._on_peer_call,
             on_phase=self._on_phase,
             on_leaving=self._on_leaving,
+            on_cache_changes=self._cache.publish,
         )
         server = make_server(*service_names)
         port = server.bind(config.host, config.port)
@@ -109,7 +112,12 @@ class Face:
                 return EXIT_OK
             rank = ranks.leader
             worker = WorkerService(
-                rank, self._streams, self._log, self._info, config.handoff.call_timeout_s
+                rank,
+                self._streams,
+                self._cache,
+                self._log,
+                self._info,
+                config.handoff.call_timeout_s,
             )
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
             add_services(server, rank, config)

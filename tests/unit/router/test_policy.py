@@ -226,6 +226,8 @@ def test_a_dead_worker_is_forgotten():
     index.forget(WorkerId("a"))
     assert index.match(keys) == {"b": 1}
     index.forget(WorkerId("b"))
+    while index.sweep():
+        pass
     assert len(index) == 0
 
 
