@@ -241,8 +241,9 @@ class HolderSets:
             return np.array([one])
         if kind > 1:
             return None
-        members = self._lists[kind].items[one & _SLOT_MASK].astype(np.int64)
-        return members[members != _NOBODY]
+        members: Slots = self._lists[kind].items[one & _SLOT_MASK].astype(np.int64)
+        few: Slots = members[members != _NOBODY]
+        return few
 
     def contain(self, sets: Sets, row: int) -> Bits:
         """Says which of the sets have a row."""
