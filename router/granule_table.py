@@ -6,7 +6,8 @@ buckets: Dietzfelbinger and Weidling 2007). So a look-up reads two cache lines, 
 behind where a key was. All calls work on arrays.
 
 Each segment is spread anew when it gets full; the arrays are copied once for all of them. What a
-call takes is thus bounded by the copy, 12 bytes a key, and by the segments that its keys fill.
+call takes is thus bounded by one segment or a multiple of its own keys, and by the copy, 18 bytes
+a key, once in 20 % of growth.
 """
 
 import numpy as np
@@ -18,11 +19,16 @@ Slots = NDArray[np.int64]
 
 _BUCKET = 8
 _MAX_FILL = 0.85
+_HARD_FILL = 0.94
+"""Cuckoo hashing in buckets of eight goes to 0.98."""
+_SPREAD_PER_KEY = 16
+"""Keys that are spread anew for each one that comes, unless a segment is past the hard limit."""
 _GROWTH = 1.2
 _SEGMENT_BITS = 8
 _NUM_SEGMENTS = 1 << _SEGMENT_BITS
 _SEGMENT_SHIFT = np.uint64(64 - _SEGMENT_BITS)
 _MAX_KICKS = 200
+_NUM_PARTS = 4
 _MAX_REHASH = 1 << 16
 """Keys that are spread anew at once."""
 _HALF = np.uint64(32)
@@ -89,10 +95,15 @@ class GranuleTable:
         """Adds keys that are not there, each once."""
         added = np.bincount(self._segments_of(keys), minlength=_NUM_SEGMENTS)
         self._counts += added
-        limits = self._num_buckets.astype(np.int64) * _BUCKET * _MAX_FILL
-        crowded = np.flatnonzero(self._counts > limits)
+        fill = self._counts / (self._num_buckets * _BUCKET)
+        crowded = np.flatnonzero(fill > _MAX_FILL)
         if len(crowded):
-            self._grow(crowded)
+            # All segments get full at about the same time: the fullest ones come first.
+            crowded = crowded[np.argsort(-fill[crowded])]
+            is_due = np.cumsum(self._counts[crowded]) <= _SPREAD_PER_KEY * len(keys)
+            is_due |= fill[crowded] > _HARD_FILL
+            is_due[0] = True
+            self._grow(crowded[is_due])
         self._place(keys, values)
 
     def segment(self, index: int) -> Slots:
@@ -164,7 +175,8 @@ class GranuleTable:
                 stuck.append(pending[~has_room])
                 pending, one, two = pending[has_room], one[has_room], two[has_room]
                 prefers_two, free = prefers_two[has_room], free[has_room]
-            slots = np.where(prefers_two, two, one) * _BUCKET + _lowest(free & (~free + _ONE))
+            slots = np.where(prefers_two, two, one) * _BUCKET
+            slots += _choose(free, keys[pending])
             # Several may write one slot: the key that stands there afterwards has won it.
             flat_keys[slots] = keys[pending]
             has_won = flat_keys[slots] == keys[pending]
@@ -189,7 +201,10 @@ class GranuleTable:
             keys[some] = 0
             self._num_buckets[some] = self._stride
             is_used = old_keys != 0
-            self._place(old_keys[is_used], old_values[is_used])
+            spread_keys, spread_values = old_keys[is_used], old_values[is_used]
+            # In parts, so that the later ones see how full the buckets have become.
+            for part in range(_NUM_PARTS):
+                self._place(spread_keys[part::_NUM_PARTS], spread_values[part::_NUM_PARTS])
 
     def _widen(self, stride: int) -> None:
         shape, old_shape = (_NUM_SEGMENTS, stride, _BUCKET), (_NUM_SEGMENTS, self._stride, _BUCKET)
@@ -206,6 +221,16 @@ _ONE = np.uint64(1)
 def _as_words(flags: NDArray[np.bool_]) -> NDArray[np.uint64]:
     """Packs the eight flags of each row into the bytes of a word."""
     return flags.view("<u8")[:, 0]
+
+
+def _choose(free: NDArray[np.uint64], keys: Keys) -> Slots:
+    """Returns a free place in each bucket: one by the key, so that few keys want the same."""
+    turned = (keys & np.uint64(7)) << np.uint64(3)
+    # The first one that is free from there on, going round.
+    later = free >> turned
+    first = np.where(later != 0, later, free)
+    start = np.where(later != 0, turned >> np.uint64(3), np.uint64(0)).astype(np.int64)
+    return start + _lowest(first & (~first + _ONE))
 
 
 def _lowest(words: NDArray[np.uint64]) -> Slots:

@@ -242,8 +242,8 @@ class HolderSets:
         if kind > 1:
             return None
         members: Slots = self._lists[kind].items[one & _SLOT_MASK].astype(np.int64)
-        found: Slots = members[members != _NOBODY]
-        return found
+        few: Slots = members[members != _NOBODY]
+        return few
 
     def contain(self, sets: Sets, row: int) -> Bits:
         """Says which of the sets have a row."""
