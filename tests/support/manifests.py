@@ -140,9 +140,8 @@ def _pods_of(manifest: Mapping[str, Any], folder: str) -> Iterator[Pod]:
     spec = manifest["spec"]
     if manifest["kind"] in ("Deployment", "StatefulSet"):
         yield Pod(folder=folder, owner=owner, template=spec["template"])
-    if manifest["kind"] in ("RayCluster", "RayService"):
-        ray = spec.get("rayClusterConfig", spec)
-        yield Pod(folder=folder, owner=f"{owner}/head", template=ray["headGroupSpec"]["template"])
-        for group in ray["workerGroupSpecs"]:
+    if manifest["kind"] == "RayCluster":
+        yield Pod(folder=folder, owner=f"{owner}/head", template=spec["headGroupSpec"]["template"])
+        for group in spec["workerGroupSpecs"]:
             name = f"{owner}/{group['groupName']}"
             yield Pod(folder=folder, owner=name, template=group["template"])

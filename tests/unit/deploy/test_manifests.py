@@ -91,7 +91,7 @@ def test_kustomize_lists_every_manifest_of_its_folder(folder: str) -> None:
     assert set(listed) <= {"apiVersion", "kind", "namespace", "resources", "images"}
     names = {name for name in listed["resources"] if name.endswith(".yaml")}
     there = {path.name for path in manifest_paths() if path.parent.name == folder}
-    assert names == there - {"rayservice.yaml"}
+    assert names == there
     for name in listed["resources"]:
         assert (DEPLOY / folder / name).exists()
 
