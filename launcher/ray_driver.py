@@ -94,6 +94,7 @@ class FaceLife:
             ranks_of_bundles=order.ranks_of_bundles,
             uses_gpus=order.uses_gpus,
             machine=None if order.is_anywhere else _own_machine(),
+            resource=order.resource,
         )
         placement = place_replica(needs)
         self._group = placement_group(
@@ -193,6 +194,7 @@ def _list_nodes() -> dict[str, RayNode]:
             address=str(node["NodeManagerAddress"]),
             num_cpus=float(node["Resources"].get("CPU", 0.0)),
             num_gpus=float(node["Resources"].get("GPU", 0.0)),
+            others=frozenset(map(str, node["Resources"])) - {"CPU", "GPU"},
         )
         for node in ray.nodes()  # type: ignore[no-untyped-call] # it has no annotations
         if node["Alive"]

@@ -24,6 +24,8 @@ class StartFace:
     """On any node, each process on its node's address; else on the launcher's machine."""
     stages: tuple[tuple[str, ...], ...] = ()
     """What holds the stage of each other bundle; same environment."""
+    resource: str | None = None
+    """As of ReplicaNeeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _PINNED = 0.001
-"""Of Ray's own resource `node:<address>`, of which each node has 1."""
+"""Of Ray's own resource `node:<address>`, of which each node has 1, or of a pool's resource."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,8 @@ class RayNode:
     """In all, free or not."""
     num_gpus: float = 0.0
     """Likewise."""
+    others: frozenset[str] = frozenset()
+    """Names of all other resources that it has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,8 @@ class ReplicaNeeds:
     """One a rank."""
     machine: str | None
     """Address, as Ray calls it, of the only machine that it may be on; None: any node will do."""
+    resource: str | None = None
+    """Custom resource that its nodes must have; None: any node will do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +49,8 @@ class ReplicaPlacement:
 def place_replica(needs: ReplicaNeeds) -> ReplicaPlacement:
     """Returns the group of a replica; each rank takes a CPU, and a GPU if it uses one."""
     pin = {} if needs.machine is None else {f"node:{needs.machine}": _PINNED}
+    if needs.resource is not None:
+        pin[needs.resource] = _PINNED
     bundles = []
     for num_ranks in needs.ranks_of_bundles:
         gpus = {"GPU": float(num_ranks)} if needs.uses_gpus else {}
@@ -56,7 +62,14 @@ def place_replica(needs: ReplicaNeeds) -> ReplicaPlacement:
 def explain_wait(needs: ReplicaNeeds, nodes: Sequence[RayNode]) -> str:
     """Says what a replica waits for, and whether waiting can help."""
     where = "" if needs.machine is None else f" at {needs.machine}"
-    usable = [n for n in nodes if needs.machine is None or n.address == needs.machine]
+    if needs.resource is not None:
+        where += f" with {needs.resource}"
+    usable = [
+        node
+        for node in nodes
+        if (needs.machine is None or node.address == needs.machine)
+        and (needs.resource is None or needs.resource in node.others)
+    ]
     largest = max(needs.ranks_of_bundles)
     room = f"{largest} CPU" + (f" and {largest} GPU" if needs.uses_gpus else "")
     num_bundles = len(needs.ranks_of_bundles)

@@ -56,6 +56,8 @@ class RayConfig:
     has_dashboard: bool = False
     is_anywhere: bool = False
     """Replicas may be on any node, and listen on its address; else they stay on this machine."""
+    has_pools: bool = False
+    """Replicas of a role go where Ray's custom resource `pdserve_<role>` is, and nowhere else."""
 
 
 class RayPlace:
@@ -105,7 +107,8 @@ class RayPlace:
                 self._session.close()
             self._session = _Session(self._config, self._report)
         self._num_lives += 1
-        engine = self._engines.get(Role(name.rpartition("-")[0]))
+        role = Role(name.rpartition("-")[0])
+        engine = self._engines.get(role)
         tensor, num_ranks = (
             (1, 1) if engine is None else (engine.tensor_parallel, engine.num_ranks)
         )  # fmt: skip
@@ -118,6 +121,7 @@ class RayPlace:
             uses_gpus=engine is not None and engine.device == "cuda",
             is_anywhere=self._config.is_anywhere,
             stages=tuple(tuple(stage) for stage in stages),
+            resource=f"pdserve_{role}" if self._config.has_pools else None,
         )
         return self._session.start(order, on_line)
 

@@ -219,6 +219,13 @@ def serve(
             help="Where replicas may be: on this machine, or on any node, listening on its address."
         ),
     ] = "here",
+    ray_pools: Annotated[
+        bool,
+        typer.Option(
+            "--ray-pools",
+            help="Replicas only where Ray's resource pdserve_prefill or pdserve_decode is.",
+        ),
+    ] = False,
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
@@ -295,14 +302,19 @@ def serve(
     if launcher == "ray":
         engines = {Role.PREFILL: config.engine, Role.DECODE: config.decode_engine}
         ray = RayConfig(
-            address=ray_address, has_dashboard=ray_dashboard, is_anywhere=ray_nodes == "any"
+            address=ray_address,
+            has_dashboard=ray_dashboard,
+            is_anywhere=ray_nodes == "any",
+            has_pools=ray_pools,
         )
         check_reach(config, ray)
         place = RayPlace(ray, report=write_line, engines=engines)
         if config.stage_token is None:
             config = replace(config, stage_token=secrets.token_hex(32))
-    elif ray_address is not None or ray_dashboard or ray_nodes == "any":
-        raise ConfigError("--ray-address, --ray-dashboard and --ray-nodes need --launcher ray")
+    elif ray_address is not None or ray_dashboard or ray_nodes == "any" or ray_pools:
+        raise ConfigError(
+            "--ray-address, --ray-dashboard, --ray-pools and --ray-nodes need --launcher ray"
+        )
     elif config.spread_stages:
         check_token(config.stage_token)
     return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line, place=place))
@@ -312,8 +324,10 @@ def check_reach(config: ClusterConfig, ray: RayConfig) -> None:
     """Refuses replicas on other nodes that could not reach what is here.
 
     Raises:
-        ConfigError: the router, or Redis, listens on loopback alone.
+        ConfigError: the router, or Redis, listens on loopback alone, or pools are on one machine.
     """
+    if ray.has_pools and not ray.is_anywhere:
+        raise ConfigError("--ray-pools needs --ray-nodes any: a pool is somewhere else")
     if not ray.is_anywhere:
         return
     if ray.address is None:

@@ -39,6 +39,15 @@ groups = [group for group in placement_group_table().values() if group["state"] 
 print(json.dumps({group["name"]: sorted(group["bundles_to_node_id"].values()) for group in groups}))
 ray.shutdown()
 """
+ASK_POOLS = """
+import json, os, sys
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the cluster is on loopback
+import ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+names = {name: node["NodeID"] for node in ray.nodes() for name in node["Resources"]}
+print(json.dumps({name: node for name, node in names.items() if name.startswith("pdserve_")}))
+ray.shutdown()
+"""
 
 
 class RayNodes:
@@ -64,16 +73,24 @@ class RayNodes:
 
     def nodes_of(self) -> dict[str, list[str]]:
         """Returns the node of each bundle, by replica and life."""
+        found: dict[str, list[str]] = json.loads(self._ask(ASK))
+        return found
+
+    def nodes_of_pools(self) -> dict[str, str]:
+        """Returns the node of each resource that is a pool's."""
+        found: dict[str, str] = json.loads(self._ask(ASK_POOLS))
+        return found
+
+    def _ask(self, script: str) -> str:
         asked = subprocess.run(
-            [sys.executable, "-c", ASK, self.address],
+            [sys.executable, "-c", script, self.address],
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=60,
         )
         assert asked.returncode == 0, asked.stderr
-        found: dict[str, list[str]] = json.loads(asked.stdout.splitlines()[-1])
-        return found
+        return asked.stdout.splitlines()[-1]
 
     def stop(self) -> None:
         pids = list_descendants(self._process.pid)
@@ -141,6 +158,38 @@ def test_replicas_take_a_node_each_whole_and_move_to_another_when_theirs_is_kill
         lost = {before[name][0] for name in set(before) - set(after)}
         assert len(lost) == 1
         assert lost.isdisjoint(node for ranks in after.values() for node in ranks)
+    except BaseException:
+        print("\n".join(lines))
+        raise
+    finally:
+        cluster.stop()
+
+
+def test_replicas_of_each_pool_go_where_its_resource_is_however_much_room_is_elsewhere(
+    tiny_llama_folder: Path,  # noqa: F811
+    ray_nodes: RayNodes,
+) -> None:
+    lines: list[str] = []
+    ray_nodes.order("pool 2 pdserve_prefill")
+    config = cluster_config(
+        tiny_llama_folder, num_prefill=1, num_decode=2, ready_timeout_s=START_S
+    )  # fmt: skip
+    place = RayPlace(
+        RayConfig(address=ray_nodes.address, has_pools=True), report=lines.append
+    )  # fmt: skip
+    cluster = LocalCluster(config, report=lines.append, command_of=stand_in, place=place)
+    try:
+        cluster.launch()
+        text = "waits for 1 CPU on one Ray node at 127.0.0.1 with pdserve_decode"
+        wait_until(lambda: any(text in line for line in lines), START_S)
+        # What an autoscaler of Ray would do for a group of pods with that resource.
+        ray_nodes.order("pool 2 pdserve_decode")
+        assert cluster.wait_ready()
+        pools = ray_nodes.nodes_of_pools()
+        placed = ray_nodes.nodes_of()
+        assert len(placed) == 3
+        for name, bundles in placed.items():
+            assert bundles == [pools[f"pdserve_{name.partition('-')[0]}"]]
     except BaseException:
         print("\n".join(lines))
         raise

@@ -1,8 +1,8 @@
 """A Ray cluster of several nodes on this machine, in a process of its own.
 
-Reads orders from stdin, one a line, and answers each with one line: `add CPUS [GPUS]` -> `added`,
-`kill` (the node added first) -> `killed`. The first line that it writes is the cluster's address.
-The end of stdin ends the cluster.
+Reads orders from stdin, one a line, and answers each with one line: `add CPUS [GPUS]` or
+`pool CPUS RESOURCE` -> `added`, `kill` (the node added first) -> `killed`. The first line that it
+writes is the cluster's address. The end of stdin ends the cluster.
 """
 
 import os
@@ -29,6 +29,10 @@ def main() -> None:
                 # Ray counts what it is told; nobody looks for the devices.
                 resources = {"num_cpus": float(cpus), "num_gpus": float(gpus[0]) if gpus else 0.0}
                 nodes.append(cluster.add_node(node_ip_address="127.0.0.1", **resources, **settings))
+                print("added", flush=True)
+            case ["pool", cpus, name]:
+                custom = {"num_cpus": float(cpus), "resources": {name: 1.0}}
+                nodes.append(cluster.add_node(node_ip_address="127.0.0.1", **custom, **settings))
                 print("added", flush=True)
             case ["kill"]:
                 cluster.remove_node(nodes.pop(0), allow_graceful=False)

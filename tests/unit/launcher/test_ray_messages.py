@@ -25,6 +25,7 @@ from launcher.ray_messages import (
             uses_gpus=True,
             is_anywhere=False,
             stages=(("python", "-m", "stage"),),
+            resource="pdserve_decode",
         ),
         DrainFace(life=1),
         KillFace(life=2),

@@ -44,6 +44,28 @@ def test_a_replica_that_may_be_anywhere_is_bound_to_no_machine() -> None:
     assert place_replica(needs(2, 2, machine=None)).bundles == ({"CPU": 2.0}, {"CPU": 2.0})
 
 
+def test_a_replica_of_a_pool_goes_where_the_pools_resource_is_and_leaves_room_there() -> None:
+    wanted = ReplicaNeeds(
+        ranks_of_bundles=(2, 2), uses_gpus=True, machine=None, resource="pdserve_decode"
+    )
+    bundles = place_replica(wanted).bundles
+    assert all(set(bundle) == {"CPU", "GPU", "pdserve_decode"} for bundle in bundles)
+    assert 0 < sum(bundle["pdserve_decode"] for bundle in bundles) <= 0.01
+
+
+def test_a_replica_of_a_pool_waits_for_a_node_of_that_pool_alone() -> None:
+    wanted = ReplicaNeeds(
+        ranks_of_bundles=(2,), uses_gpus=False, machine=None, resource="pdserve_decode"
+    )
+    of_prefill = RayNode(address=HERE, num_cpus=8.0, others=frozenset({"pdserve_prefill"}))
+    text = explain_wait(wanted, [of_prefill])
+    assert "2 CPU on one Ray node with pdserve_decode" in text
+    assert "(there is none)" in text
+    of_decode = RayNode(address=HERE, num_cpus=8.0, others=frozenset({"pdserve_decode"}))
+    text = explain_wait(wanted, [of_prefill, of_decode])
+    assert text == "waits for 2 CPU on one Ray node with pdserve_decode to be free"
+
+
 def test_a_replica_that_fits_waits_for_free_room() -> None:
     text = explain_wait(needs(4), NODES)
     assert text == f"waits for 4 CPU on one Ray node at {HERE} to be free"

@@ -16,12 +16,19 @@ def test_without_ray_installed_one_line_says_what_to_install(
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("flags", [["--ray-dashboard"], ["--ray-address", "127.0.0.1:6379"]])
+@pytest.mark.parametrize(
+    "flags", [["--ray-dashboard"], ["--ray-address", "127.0.0.1:6379"], ["--ray-pools"]]
+)
 def test_flags_of_ray_without_ray_are_refused(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["serve", "x", *flags]) == 2
     assert "need --launcher ray" in capsys.readouterr().err
+
+
+def test_pools_of_their_own_on_one_machine_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["serve", "x", "--launcher", "ray", "--ray-pools"]) == 2
+    assert "--ray-pools needs --ray-nodes any" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("has_dashboard", [False, True])
