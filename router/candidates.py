@@ -54,7 +54,6 @@ TERMS = (
     "missed",
 )
 """In the order of `Candidate`."""
-FIRST_TOKEN, COST, MISSED = 6, 7, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -192,10 +192,12 @@ def room_wait_s(
         life_s: how long one of those stays.
     """
     seqs, kv_tokens = load
-    missing_tokens = kv_tokens - (fleet.room_tokens - need[1])
-    missing_seqs = seqs - (fleet.max_num_seqs - need[0])
-    if max(missing_tokens.max(), missing_seqs.max()) <= 0:
+    missing_tokens = kv_tokens - fleet.room_tokens
+    missing_seqs = seqs - fleet.max_num_seqs
+    if missing_tokens.max() <= -need[1] and missing_seqs.max() <= -need[0]:
         return np.zeros(len(seqs))
+    missing_tokens += need[1]
+    missing_seqs += need[0]
     # Sequences end one after another over the time that one stays, and free their share.
     share = np.maximum(
         missing_tokens / np.maximum(kv_tokens, 1.0), missing_seqs / np.maximum(seqs, 1.0)

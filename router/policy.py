@@ -11,15 +11,17 @@ All terms have one unit, so affinity yields as soon as the queue in front of the
 longer than the prefix is worth: seconds, or KV blocks while the predictor is not fitted (`cost`).
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
 from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
-from router.candidates import FIRST_TOKEN, Candidate, CandidateTable, Path
+from router.candidates import Candidate, CandidateTable, Path
 from router.cost import (
     Laws,
     LawTable,
@@ -32,10 +34,10 @@ from router.cost import (
 from router.fleet import BoolArray, Fleet, FloatArray, IntArray
 from router.ways import (
     MISSED_WEIGHT,
+    SHORT_LIST,
     DecodeSide,
     PromptSide,
-    Ways,
-    join_ways,
+    Way,
     local_ways,
     pair_ways,
 )
@@ -132,10 +134,13 @@ class JointPolicy:
         cached, tie = self._cached(demand), self._tie()
         queue = queue_cost(fleet, laws, now_s)
         side = self._decode_side(demand, cached, tie, now_s)
-        ways = []
+        ways: list[Way] = []
+        slo_s = math.inf
+        if demand.ttft_slo_s is not None and laws.is_fitted:
+            slo_s = demand.ttft_slo_s
         local = _local_side(side, queue, demand, laws)
         if local is not None:
-            ways.append(local_ways(fleet, laws, local, queue, demand.num_tokens))
+            ways += local_ways(fleet, laws, local, queue, demand.num_tokens, slo_s)
         # In blocks the two paths cannot be compared: a short rest stays where it is cached.
         if demand.has_prefill_pool and (laws.is_fitted or not ways):
             usable = fleet.usable(Role.PREFILL, demand.excluded, now_s)
@@ -146,16 +151,12 @@ class JointPolicy:
                 own += tie
                 own[~usable] = np.inf
                 prompt = PromptSide(own=own, queue=queue, time=time, uncached=uncached, tie=tie)
-                ways += self._pairs(prompt, side, laws, now_s)
+                ways += self._pairs(prompt, side, laws, now_s, slo_s)
             elif not ways:
                 raise NoWorker("no prefill worker is available")
         if not ways:
             raise NoWorker("no prefill worker has a compatible decode worker")
-        joined = join_ways(ways)
-        if demand.ttft_slo_s is not None and laws.is_fitted:
-            late = np.maximum(joined.terms[FIRST_TOKEN] - demand.ttft_slo_s, 0.0)
-            joined = replace(joined, rank=joined.rank + MISSED_WEIGHT * late)
-        return self._pick(joined, cached, laws, now_s)
+        return self._pick(ways, cached, laws, now_s)
 
     def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
         """Chooses by what is left: the hand-off, the wait for room, the step."""
@@ -205,18 +206,18 @@ class JointPolicy:
             own=own, uncached=uncached, seqs=seqs, step=step, wait=wait, missed=missed, tie=tie
         )
 
-    def _pairs(self, prompt: PromptSide, side: DecodeSide, laws: Laws, now_s: float) -> list[Ways]:
+    def _pairs(
+        self, prompt: PromptSide, side: DecodeSide, laws: Laws, now_s: float, slo_s: float
+    ) -> list[Way]:
         fleet = self._fleet
         if fleet.num_groups == 1:
-            return [pair_ways(fleet, laws, prompt, side, now_s)]
-        ways = []
+            return pair_ways(fleet, laws, prompt, side, now_s, slo_s)
+        ways: list[Way] = []
         for group in range(fleet.num_groups):
             others = fleet.group != group
             near = replace(prompt, own=np.where(others, np.inf, prompt.own))
             far = replace(side, own=np.where(others, np.inf, side.own))
-            pairs = pair_ways(fleet, laws, near, far, now_s)
-            if len(pairs.rank):
-                ways.append(pairs)
+            ways += pair_ways(fleet, laws, near, far, now_s, slo_s)
         return ways
 
     def _cached(self, demand: Demand) -> FloatArray:
@@ -241,27 +242,29 @@ class JointPolicy:
             raise TooLong("prompt", need, f"at most {largest} KV blocks with its output")
         return fits
 
-    def _pick(self, ways: Ways, cached: FloatArray, laws: Laws, now_s: float) -> Choice:
-        keys, best = self._fleet.keys, ways.best()
-        computing, decoding = ways.computes[best].tolist(), ways.decodes[best].tolist()
+    def _pick(self, ways: list[Way], cached: FloatArray, laws: Laws, now_s: float) -> Choice:
+        keys = self._fleet.keys
+        best = sorted(ways, key=attrgetter("rank"))[:SHORT_LIST]
         pairs = tuple(
             [
-                (None if one == other else keys[one], keys[other])
-                for one, other in zip(computing, decoding, strict=True)
+                (None if way.computes == way.decodes else keys[way.computes], keys[way.decodes])
+                for way in best
             ]
         )
-        first, computes = best[0], computing[0]
-        prefill, decode = pairs[0]
+        first, (prefill, decode) = best[0], pairs[0]
+        num_cached = int(cached[first.computes])
         return Choice(
             prefill=prefill,
             decode=decode,
             path="local" if prefill is None else "disaggregated",
-            cached_tokens=int(cached[computes]),
-            cached_blocks=int(cached[computes] // self._fleet.block_size[computes]),
+            cached_tokens=num_cached,
+            cached_blocks=int(num_cached // self._fleet.block_size[first.computes]),
             table=CandidateTable(
-                is_in_seconds=laws.is_fitted, terms=ways.terms[:, best].T, pairs=pairs
+                is_in_seconds=laws.is_fitted,
+                terms=np.array([way.terms for way in best]),
+                pairs=pairs,
             ),
-            link_until_s=now_s + float(ways.link_until[first]) if laws.is_fitted else None,
+            link_until_s=now_s + first.landed if laws.is_fitted else None,
         )
 
 

@@ -1,11 +1,11 @@
 """What each way of a request would cost: both sides' own terms, then pairs of the best of them."""
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
-from router.candidates import COST, FIRST_TOKEN, MISSED, TERMS
 from router.cost import Laws
 from router.fleet import Fleet, FloatArray, IntArray
 
@@ -44,24 +44,20 @@ class DecodeSide:
     tie: FloatArray
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ways:
-    """Ways of a request, one entry each."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of a request."""
 
-    computes: IntArray
-    """Rows of the workers that compute the prompt."""
-    decodes: IntArray
-    """Rows of those that decode; the same for the local path."""
-    terms: FloatArray
-    """[TERMS, ways]."""
-    link_until: FloatArray
+    rank: float
+    """What it is picked by."""
+    computes: int
+    """Row of the worker that computes the prompt."""
+    decodes: int
+    """Row of the one that decodes; the same for the local path."""
+    landed: float
     """When the hand-off will be through, from now."""
-    rank: FloatArray
-    """What they are picked by."""
-
-    def best(self) -> IntArray:
-        """Returns the short list, the best first."""
-        return np.argsort(self.rank, kind="stable")[:SHORT_LIST]
+    terms: tuple[float, ...]
+    """In the order of TERMS."""
 
 
 def shorten(own: FloatArray) -> IntArray:
@@ -76,80 +72,106 @@ def shorten(own: FloatArray) -> IntArray:
 
 
 def pair_ways(
-    fleet: Fleet, laws: Laws, prompt: PromptSide, decode: DecodeSide, now_s: float
-) -> Ways:
-    """Returns the pairs of the best of two sides: prefill there, decode here."""
+    fleet: Fleet,
+    laws: Laws,
+    prompt: PromptSide,
+    decode: DecodeSide,
+    now_s: float,
+    ttft_slo_s: float = math.inf,
+) -> list[Way]:
+    """Returns the best pairs of the best of two sides: prefill there, decode here."""
     near, far = shorten(prompt.own), shorten(decode.own)
-    fixed, per_byte = laws.transfer[:, near, None]
-    transfer = fixed + per_byte * (decode.uncached[far] * fleet.kv_bytes_per_token[far])
-    queue, time = prompt.queue[near, None], prompt.time[near, None]
-    num_chunks = np.ceil(prompt.uncached[near, None] / fleet.chunk_tokens[near, None])
-    # All chunks but the last travel while later ones are computed.
-    hidden = time * (1.0 - 1.0 / num_chunks)
-    ready = queue + time
-    landed = ready + np.maximum(transfer - hidden, transfer / num_chunks)
-    if laws.is_fitted:
-        until_s = fleet.link_until_s
-        busy_s = np.maximum(until_s[near, None], until_s[far]) - now_s
-        np.maximum(landed, busy_s + transfer, out=landed)
-    # Sequences end while the prompt is computed and handed off.
-    wait = np.maximum(decode.wait[far] - landed, 0.0)
-    step, missed = decode.step[far], decode.missed[far]
-    terms = np.zeros((len(TERMS), len(near), len(far)))
-    cost = landed + wait + step
-    for number, values in enumerate((queue, time, landed - ready, wait, step)):
-        terms[number] = values
-    terms[FIRST_TOKEN], terms[COST], terms[MISSED] = ready, cost, missed
-    rank = cost + (prompt.tie[near, None] + (MISSED_WEIGHT * missed + decode.tie[far]))
-    return Ways(
-        computes=near.repeat(len(far)),
-        decodes=far[None].repeat(len(near), axis=0).ravel(),
-        terms=terms.reshape(len(TERMS), -1),
-        link_until=landed.ravel(),
-        rank=rank.ravel(),
+    # Sixteen workers are too few for arrays: plain numbers take a third of the time.
+    receivers = list(
+        zip(
+            far.tolist(),
+            (decode.uncached[far] * fleet.kv_bytes_per_token[far]).tolist(),
+            decode.step[far].tolist(),
+            decode.wait[far].tolist(),
+            decode.missed[far].tolist(),
+            decode.tie[far].tolist(),
+            (fleet.link_until_s[far] - now_s).tolist(),
+            strict=True,
+        )
     )
+    fixed, per_byte = laws.transfer[:, near].tolist()
+    senders = zip(
+        near.tolist(),
+        prompt.queue[near].tolist(),
+        prompt.time[near].tolist(),
+        np.ceil(prompt.uncached[near] / fleet.chunk_tokens[near]).tolist(),
+        prompt.tie[near].tolist(),
+        (fleet.link_until_s[near] - now_s).tolist(),
+        fixed,
+        per_byte,
+        strict=True,
+    )
+    ways = []
+    for sender in senders:
+        _, queue, time, num_chunks, tie, busy_s, fixed_s, byte_s = sender
+        ready = queue + time
+        # All chunks but the last travel while later ones are computed.
+        hidden = time - time / num_chunks
+        base = tie + MISSED_WEIGHT * max(ready - ttft_slo_s, 0.0)
+        for receiver in receivers:
+            _, num_bytes, step, wait, missed, other_tie, other_busy_s = receiver
+            transfer = fixed_s + byte_s * num_bytes
+            landed = ready + max(transfer - hidden, transfer / num_chunks)
+            if laws.is_fitted:
+                landed = max(landed, max(busy_s, other_busy_s) + transfer)
+            # Sequences end while the prompt is computed and handed off.
+            cost = max(wait, landed) + step
+            rank = cost + base + (MISSED_WEIGHT * missed + other_tie)
+            ways.append((rank, landed, cost, sender, receiver))
+    ways.sort(key=itemgetter(0))
+    found = []
+    for rank, landed, cost, sender, receiver in ways[:SHORT_LIST]:
+        row, queue, time, *_ = sender
+        other, _, step, wait, missed, *_ = receiver
+        ready = queue + time
+        left = max(wait - landed, 0.0)
+        terms = (queue, time, landed - ready, left, step, 0.0, ready, cost, missed)
+        found.append(Way(rank, row, other, landed, terms))
+    return found
 
 
 def local_ways(
-    fleet: Fleet, laws: Laws, decode: DecodeSide, queue: FloatArray, num_tokens: int
-) -> Ways:
+    fleet: Fleet,
+    laws: Laws,
+    decode: DecodeSide,
+    queue: FloatArray,
+    num_tokens: int,
+    ttft_slo_s: float = math.inf,
+) -> list[Way]:
     """Returns the ways on which a decode worker computes what it has not cached by itself."""
     rows = shorten(decode.own)
-    step, missed, seqs = decode.step[rows], decode.missed[rows], decode.seqs[rows]
-    terms = np.zeros((len(TERMS), len(rows)))
-    cost = step
-    if laws.is_fitted:
-        uncached = np.maximum(decode.uncached[rows], 1.0)
-        queued = queue[rows]
-        fixed, per_token, per_pair = laws.prefill[:, rows]
-        context = num_tokens - 0.5 * uncached
-        # Each chunk shares its step with those that decode, and holds all of them up.
-        num_steps = np.ceil(uncached / fleet.chunk_tokens[rows])
-        time = fixed + uncached * (per_token + per_pair * context) + num_steps * step
-        stall = time * (seqs / (seqs + 1.0))
-        wait = np.maximum(decode.wait[rows] - queued, 0.0)
-        first = queued + wait + time
+    workers = zip(
+        rows.tolist(),
+        queue[rows].tolist(),
+        np.maximum(decode.uncached[rows], 1.0).tolist(),
+        fleet.chunk_tokens[rows].tolist(),
+        decode.seqs[rows].tolist(),
+        decode.step[rows].tolist(),
+        decode.wait[rows].tolist(),
+        decode.missed[rows].tolist(),
+        decode.tie[rows].tolist(),
+        *laws.prefill[:, rows].tolist(),
+        strict=True,
+    )
+    ways = []
+    for row, queued, uncached, chunk, seqs, step, wait, missed, tie, *law in workers:
+        time = stall = left = first = 0.0
+        if laws.is_fitted:
+            fixed, per_token, per_pair = law
+            time = fixed + uncached * (per_token + per_pair * (num_tokens - uncached / 2))
+            # Each chunk shares its step with those that decode, and holds all of them up.
+            time += math.ceil(uncached / chunk) * step
+            stall = time * seqs / (seqs + 1.0)
+            left = max(wait - queued, 0.0)
+            first = queued + left + time
         cost = first + stall + step
-        terms[:2], terms[FIRST_TOKEN] = (queued, time), first
-        terms[3], terms[5] = wait, stall
-    terms[4], terms[COST], terms[MISSED] = step, cost, missed
-    return Ways(
-        computes=rows,
-        decodes=rows,
-        terms=terms,
-        link_until=np.zeros(len(rows)),
-        rank=cost + MISSED_WEIGHT * missed + decode.tie[rows],
-    )
-
-
-def join_ways(parts: Sequence[Ways]) -> Ways:
-    """Returns several lists of ways as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return Ways(
-        computes=np.concatenate([part.computes for part in parts]),
-        decodes=np.concatenate([part.decodes for part in parts]),
-        terms=np.concatenate([part.terms for part in parts], axis=1),
-        link_until=np.concatenate([part.link_until for part in parts]),
-        rank=np.concatenate([part.rank for part in parts]),
-    )
+        rank = cost + tie + MISSED_WEIGHT * (missed + max(first - ttft_slo_s, 0.0))
+        shown = queued if laws.is_fitted else 0.0
+        terms = (shown, time, 0.0, left, step, stall, first, cost, missed)
+        ways.append(Way(rank, row, row, 0.0, terms))
+    return ways
