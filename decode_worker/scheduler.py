@@ -23,11 +23,13 @@ from decode_worker.skipping import TokenMaker, book_steps, count_uneventful_step
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import ONE_STAGE, Lookahead, SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
+    ChainMaker,
     SchedulerCounters,
     SchedulerLedger,
     SchedulerLoad,
     SequenceState,
     Stage,
+    hash_request,
 )
 from pdserve.errors import InvalidField, LocalPrefillRefused, TooLong
 from pdserve.request import (
@@ -52,6 +54,7 @@ class DecodeScheduler:
         max_waiting: int,
         max_local_prefill_tokens: int | None,
         lookahead: Lookahead = ONE_STAGE,
+        make_chain: ChainMaker = hash_request,
     ) -> None:
         """Starts idle.
 
@@ -63,12 +66,15 @@ class DecodeScheduler:
             max_waiting: requests that wait to be prefilled here; one more is refused.
             max_local_prefill_tokens: prompt tokens computed here for one request; None: any.
             lookahead: what may be planned while steps are in flight.
+            make_chain: names the blocks of a request; a simulator has a cheaper way.
         """
         self._config = config
         self._clock = clock
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._num_stages = lookahead.num_stages
-        self._occupancy = Occupancy(config, num_blocks, revision, max_waiting=max_waiting)
+        self._occupancy = Occupancy(
+            config, num_blocks, revision, max_waiting=max_waiting, make_chain=make_chain
+        )
         self._planner = StepPlanner(config, self._occupancy, clock, lookahead)
         self._pace = StepPace(clock)
 

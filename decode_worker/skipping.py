@@ -55,7 +55,7 @@ def book_steps(
     for sequence in running:
         has_ended = _num_remaining(sequence) == num_steps
         num_known = num_steps - has_ended
-        sequence.chain.extend((make_token(sequence.request),) * num_known)
+        sequence.chain.append_copies(make_token(sequence.request), num_known)
         sequence.num_computed += num_steps
         occupancy.cache.enter(sequence.table, sequence.chain, sequence.num_computed)
         if has_ended:

@@ -13,13 +13,13 @@ token of them. What a step computed counts, and enters the prefix cache, when it
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from pdserve.cache.block_hash import HashChain
 from pdserve.cache.block_pool import BlockPool
 from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.flights import Flights
 from pdserve.engine.scheduler import (
+    ChainMaker,
     SchedulerCounters,
     SchedulerLedger,
     SchedulerLoad,
@@ -30,6 +30,7 @@ from pdserve.engine.scheduler import (
     WaitingLanes,
     check_references,
     chunk_budget,
+    hash_request,
     make_slice,
     max_hit_blocks,
     num_blocks_for,
@@ -85,6 +86,7 @@ class PrefillScheduler:
         max_waiting: int,
         look_ahead: int,
         num_stages: int = 1,
+        make_chain: ChainMaker = hash_request,
     ) -> None:
         """Starts idle.
 
@@ -96,7 +98,9 @@ class PrefillScheduler:
             max_waiting: requests in the queue; one more is refused.
             look_ahead: queued requests that ask for their reservation before they are computed.
             num_stages: of the pipeline.
+            make_chain: names the blocks of a request; a simulator has a cheaper way.
         """
+        self._make_chain = make_chain
         self._config = config
         self._revision = revision
         self._clock = clock
@@ -148,9 +152,7 @@ class PrefillScheduler:
         if older is not None:
             self._drop(older)
         self._lanes.require_room()
-        chain = HashChain(
-            request.token_ids, self._config.block_size, request.tenant_salt, self._revision
-        )
+        chain = self._make_chain(request, self._config.block_size, self._revision)
         self._lanes.push(self._roster.add(request, chain, Stage.WAITING, self._clock.now()))
 
     def cancel(self, request_id: RequestId, attempt: int | None = None) -> bool:

@@ -1,6 +1,8 @@
 """Virtual time: what happens when, and nothing in between."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
 
@@ -36,3 +38,18 @@ class EventQueue:
             self._now_s, _, happening = heappop(heap)
             self.num_done += 1
             happening()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Keeps Python's cycle collector still: it would walk over millions of blocks for nothing.
+
+    What a simulation drops is in no cycle. It takes a third of the time otherwise.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -21,12 +21,12 @@ from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
 from router.admission import Admission
 from router.placer import PlaceQuery
 from router.policy import Choice, WorkerKey
-from router.prefix_index import hash_granules
-from simulation.clock import EventQueue
+from simulation.clock import EventQueue, without_collector
 from simulation.decode_node import DecodeNode
 from simulation.handoffs import Handoff, Handoffs
 from simulation.journey import Journey, Outcome, Record
 from simulation.pace import Pace
+from simulation.piece_chain import PieceChain
 from simulation.prefill_node import PrefillNode
 from simulation.report import GapHistogram
 from simulation.routing import RoutingPolicy
@@ -108,6 +108,7 @@ class Cluster:
                 self.queue,
                 max_waiting=self.shape.max_waiting,
                 look_ahead=self.shape.look_ahead,
+                make_chain=self._chain_of,
             )
             self._prefills[key] = PrefillNode(
                 key, prefill_scheduler, Pace(profile), self.queue, self
@@ -120,6 +121,7 @@ class Cluster:
                 self.queue,
                 max_waiting=self.shape.max_waiting,
                 max_local_prefill_tokens=None,
+                make_chain=self._chain_of,
             )
             self._decodes[key] = DecodeNode(
                 key, decode_scheduler, Pace(profile), self.queue, self, self._token_of
@@ -156,7 +158,8 @@ class Cluster:
         """Lets all requests come and returns what became of them."""
         for number, arrival in enumerate(workload.arrivals):
             self._schedule_arrival(number, arrival)
-        self.queue.run(until_s)
+        with without_collector():
+            self.queue.run(until_s)
         for journey in tuple(self._journeys.values()):
             self._finish(journey, Outcome.UNFINISHED)
         result = self.run_so_far
@@ -183,8 +186,9 @@ class Cluster:
             arrival=arrival,
             request=request,
             token=_FIRST_OUTPUT_CONTENT + number if content is None else content,
-            granules=hash_granules(prompt),
         )
+        journey.chain = PieceChain(arrival.pieces, self.shape.prefill.block_size)
+        journey.granules = journey.chain.granules()
         try:
             self._admission.admit()
         except Overloaded:
@@ -354,9 +358,7 @@ class Cluster:
             self._finish(journey, Outcome.FAILED)
             return
         tokens = old.token_ids[: old.num_prompt_tokens] + (journey.token,) * num_emitted
-        journey.request = replace(
-            old, token_ids=tokens, attempt=old.attempt + 1, is_priority=True
-        )
+        journey.request = replace(old, token_ids=tokens, attempt=old.attempt + 1, is_priority=True)
         journey.prefill = journey.decode = None
         journey.tried.clear()
         self._policy.keep_only(journey.request_id, ())
@@ -398,6 +400,16 @@ class Cluster:
 
     def _token_of(self, request: Request) -> int:
         return self._journeys[request.request_id].token
+
+    def _chain_of(self, request: Request, block_size: int, revision: str) -> PieceChain:
+        journey = self._journeys[request.request_id]
+        chain = journey.chain
+        if chain is None or chain.block_size != block_size:
+            chain = PieceChain(journey.arrival.pieces, block_size)
+        else:
+            chain = chain.fork()
+        chain.append_copies(journey.token, request.num_emitted)
+        return chain
 
     def _note_busy(self, node: PrefillNode | DecodeNode) -> None:
         self.run_so_far.busy_s[node.key] = node.busy_s

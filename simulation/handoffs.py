@@ -154,7 +154,9 @@ class Handoffs:
             self._outlet.cannot_fit(handoff)
         else:
             retry_after_s = answer.retry_after_s
-            self._queue.after(self._control_s, lambda: self._refused(handoff, attempt, retry_after_s))
+            self._queue.after(
+                self._control_s, lambda: self._refused(handoff, attempt, retry_after_s)
+            )
 
     def _refused(self, handoff: Handoff, attempt: int, retry_after_s: float | None) -> None:
         if handoff.decode_attempt == attempt and handoff.stage is PrefillStage.RESERVING:

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from pdserve.request import Request, RequestId
 from router.policy import WorkerKey
+from simulation.piece_chain import PieceChain
 from simulation.workload import Arrival
 
 
@@ -31,6 +32,8 @@ class Journey:
     """The present attempt."""
     token: int
     """What its output consists of."""
+    chain: PieceChain | None = None
+    """Of the prompt; workers get copies."""
     granules: tuple[int, ...] = ()
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None

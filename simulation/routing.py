@@ -136,5 +136,3 @@ class BlockCosts:
             },
             max_local_blocks=self._max_local_blocks if query.may_be_local else 0,
         )
-
-

@@ -6,7 +6,6 @@ trace's hashes of blocks, a system prompt or the turns of a conversation are all
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
 from typing import NamedTuple
 
 
@@ -35,7 +34,10 @@ class Arrival:
 
     def prompt(self) -> tuple[int, ...]:
         """Returns the token ids: each piece is its content over and over."""
-        return tuple(chain.from_iterable(repeat(one.content, one.num_tokens) for one in self.pieces))
+        tokens: list[int] = []
+        for content, num_tokens in self.pieces:
+            tokens += (content,) * num_tokens
+        return tuple(tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
