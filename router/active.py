@@ -14,9 +14,9 @@ from pdserve.rpc.v1 import inference_pb2, types_pb2
 from router.attempt import Phase
 from router.client_buffer import ClientBuffer
 from router.output import Output
-from router.policy import WorkerKey
 from router.request_state import RequestState
 from router.timing import RequestTimes, join_times
+from router.worker_key import WorkerKey
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

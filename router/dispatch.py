@@ -28,11 +28,11 @@ from router.emitter import Emitter
 from router.metrics import RouterMetrics
 from router.output import Output
 from router.placer import Placer
-from router.policy import WorkerKey
 from router.prefix_index import hash_granules
 from router.recovery import Limits, Recovery
 from router.request_state import RequestState
 from router.timing import RequestTimes
+from router.worker_key import WorkerKey
 from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -226,6 +226,8 @@ class Dispatcher:
         piece = state.take_prompt(worker, update)
         if piece is not None:
             self._emit_prompt(active, piece)
+        if update.token_ids:
+            self._pool.book.finish_prefill(state.request_id, worker)
         tokens = state.apply(worker, update)
         if update.HasField("times"):
             active.times.note_stages(update.attempt, update.times)
@@ -317,6 +319,7 @@ class Dispatcher:
         if self._active.get(active.state.request_id) is not active:
             return
         self._drop(active)
+        self._placer.note_output(active.output.num_tokens)
         self._note_cached_output(active)
         if not any(one.state.request_id in self._active for one in call.samples):
             self._end_call(call, None)

@@ -30,8 +30,9 @@ from router.admission import Admission
 from router.attempt import Cause, Phase, Placement
 from router.metrics import RouterMetrics
 from router.placer import PlaceQuery, Placer
-from router.policy import Choice, WorkerKey
+from router.policy import Choice
 from router.request_state import RequestState
+from router.worker_key import WorkerKey
 from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Recovery:
             now_s = self._clock.now()
             try:
                 query = self._query(active, now_s)
-                decode = await self._placer.place_decode(query, placement.prefill)
+                choice = await self._placer.place_decode(query, placement.prefill)
             except NoWorker:
                 if now_s >= give_up_at_s:
                     self._give_up(_held_with(active), Cause.RETURNED)
@@ -180,7 +181,7 @@ class Recovery:
             except WorkerLost:
                 self._give_up(_held_with(active), Cause.WORKER_LOST)
                 return
-            self._send_placement(active, placement.prefill, decode)
+            self._send_placement(active, placement.prefill, choice.decode)
             return
 
     def send_fences(self, state: RequestState) -> None:
@@ -234,6 +235,7 @@ class Recovery:
             # What was running already goes through the prefill pool's priority lane.
             may_be_local=state.attempt == 0 and not active.is_local_refused,
             excluded=active.excluded(now_s),
+            has_prefill_pool=self._pool.has_prefill_pool,
         )
 
     async def _submit(

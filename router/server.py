@@ -28,6 +28,7 @@ from pdserve.line_output import write_line
 from pdserve.log import configure_logging
 from pdserve.metrics import serve_metrics
 from pdserve.models.folder import effective_max_model_len, read_model_config
+from pdserve.predictor.predictor import Predictor
 from pdserve.registry.base import Registry
 from pdserve.registry.redis import RedisRegistry
 from pdserve.request import FrontId
@@ -38,13 +39,16 @@ from pdserve.tokenizer import Tokenizer
 from pdserve.version import VERSION
 from router.admission import Admission
 from router.auth import KeyGate, read_keyring
+from router.cost import LawTable
 from router.dispatch import Dispatcher
+from router.fleet import Fleet
 from router.intake import Intake
 from router.load_book import LoadBook
 from router.metrics import RouterMetrics
 from router.openai.app import HttpFront, HttpParts
 from router.openai.http_server import HttpServer
 from router.placer import InProcessPlacer
+from router.policy import JointPolicy
 from router.prefix_index import PrefixIndex
 from router.prompt import RequestMaker
 from router.recovery import Limits
@@ -128,10 +132,13 @@ class RouterFront:
         self.metrics_registry = CollectorRegistry()
         model = ServedModel.load(config)
         self._metrics = RouterMetrics(self.metrics_registry, model.limits.served_name)
+        fleet = Fleet(config.worker_silence_s)
+        book = LoadBook(fleet, clock)
+        self.predictor = Predictor()
         self.pool = WorkerPool(
             registry,
             self.front_id,
-            LoadBook(),
+            book,
             clock,
             silence_s=config.worker_silence_s,
             max_message_bytes=4 * config.max_request_bytes,
@@ -139,7 +146,11 @@ class RouterFront:
         self.dispatcher = Dispatcher(
             self.pool,
             InProcessPlacer(
-                self.pool, PrefixIndex(), config.block_size, config.local_prefill_tokens
+                JointPolicy(fleet, LawTable(fleet, self.predictor)),
+                book,
+                PrefixIndex(),
+                clock,
+                config.local_prefill_tokens,
             ),
             Admission(config.max_queued, config.max_in_flight),
             clock,

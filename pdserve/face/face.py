@@ -17,6 +17,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 
 from pdserve.config.load import name_flag
+from pdserve.config.shape import ITEM_BYTES
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.face.collector import WorkerCollector
@@ -30,6 +31,7 @@ from pdserve.face.stage_claims import ClaimedStage, StageClaimer
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.metrics import serve_metrics
+from pdserve.predictor.worker_class import name_worker_class
 from pdserve.registry.base import Registry, WorkerRecord
 from pdserve.request import FrontId, Incarnation, WorkerId
 from pdserve.rpc.server import RpcServer, join_address, make_server
@@ -193,6 +195,16 @@ class Face:
             block_size=geometry.block_size,
             face_pid=os.getpid(),
             rank_pids=self._ranks.pids,
+            worker_class=name_worker_class(
+                device=ready.device,
+                model=self._config.engine.model,
+                dtype=geometry.dtype,
+                tensor_parallel=geometry.tensor_parallel,
+                pipeline_parallel=geometry.pipeline_parallel,
+            ),
+            max_num_seqs=self._config.engine.max_num_seqs,
+            max_num_batched_tokens=self._config.engine.max_num_batched_tokens,
+            kv_bytes_per_token=_kv_bytes_per_token(geometry),
         )
 
     async def _run_ranks(self, ranks: RankGroup) -> None:
@@ -306,6 +318,11 @@ class Face:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
+
+
+def _kv_bytes_per_token(geometry: rank_pb2.KvGeometry) -> int:
+    values = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
+    return values * ITEM_BYTES[geometry.dtype]
 
 
 def _as_draining(record: WorkerRecord) -> WorkerRecord:

@@ -221,6 +221,10 @@ def _load(
     )
 
 
+def _device_name(config: WorkerConfig) -> str:
+    return "cpu" if config.engine.device == "cpu" else torch.cuda.get_device_name()
+
+
 def _announce(context: RankContext) -> None:
     geometry = context.geometry
     ready = rank_pb2.RankReady(
@@ -240,5 +244,6 @@ def _announce(context: RankContext) -> None:
         model_revision=geometry.model_revision,
         architecture=context.model.architecture,
         vocab_size=context.model.vocab_size,
+        device=_device_name(context.config),
     )
     context.outbox.send(rank_pb2.FromRank(ready=ready))

@@ -235,6 +235,7 @@ class RankReady(_message.Message):
     MODEL_REVISION_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     total_blocks: _builtins.int
     max_model_len: _builtins.int
@@ -242,6 +243,8 @@ class RankReady(_message.Message):
     model_revision: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
+    device: _builtins.str
+    """What rank 0 computes on: "cpu", or what the driver calls the GPU."""
     @_builtins.property
     def geometry(self) -> Global___KvGeometry: ...
     def __init__(
@@ -255,10 +258,11 @@ class RankReady(_message.Message):
         model_revision: _builtins.str = ...,
         architecture: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "compatibility_digest", b"compatibility_digest", "geometry", b"geometry", "max_model_len", b"max_model_len", "model_revision", b"model_revision", "pid", b"pid", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "compatibility_digest", b"compatibility_digest", "device", b"device", "geometry", b"geometry", "max_model_len", b"max_model_len", "model_revision", b"model_revision", "pid", b"pid", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
