@@ -44,7 +44,7 @@ from pdserve.timeline import Clock
 class DecodeScheduler:
     """The batch, the reservations and the blocks of one decode replica. Engine thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         config: EngineConfig,
         num_blocks: int,

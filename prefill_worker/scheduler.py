@@ -76,7 +76,7 @@ class PrefillProgress:
 class PrefillScheduler:
     """The queue, the chunks and the blocks of one prefill replica. Engine thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         config: EngineConfig,
         num_blocks: int,

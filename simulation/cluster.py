@@ -5,83 +5,53 @@ what it does in between is what `router.recovery` does, without a network.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
-from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.prefill_actions import PrefillStage
-from pdserve.config.engine import EngineConfig
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
-from pdserve.predictor.profile import Profile
 from pdserve.request import Incarnation, Request, RequestId, Role, SamplingParams, WorkerId
-from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
+from prefill_worker.scheduler import PrefillProgress
 from router.admission import Admission
 from router.placer import PlaceQuery
-from router.policy import Choice, WorkerKey
+from router.policy import Choice
+from router.worker_key import WorkerKey
 from simulation.clock import EventQueue, without_collector
 from simulation.decode_node import DecodeNode
 from simulation.handoffs import Handoff, Handoffs
-from simulation.journey import Journey, Outcome, Record
+from simulation.journey import Journey, Outcome
 from simulation.pace import Pace
 from simulation.piece_chain import PieceChain
 from simulation.prefill_node import PrefillNode
-from simulation.report import GapHistogram
-from simulation.routing import RoutingPolicy
+from simulation.routing import Brain, PolicyMaker, make_joint_policy
+from simulation.schedulers import make_decode_scheduler, make_prefill_scheduler
+from simulation.shape import ClusterRun, ClusterShape
 from simulation.workload import Arrival, Workload
 
 _FIRST_OUTPUT_CONTENT = 2**31
-_REVISION = "simulated"
 RETRY_S = 0.05
 MAX_ATTEMPTS = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterShape:
-    """How many workers of which kind, and how they are set up."""
-
-    prefill: Profile
-    decode: Profile
-    num_prefill: int
-    num_decode: int
-    max_queued: int = 1_000_000
-    max_in_flight: int = 1_000_000
-    max_waiting: int = 1_000_000
-    """Requests in one worker's queue."""
-    look_ahead: int = 4
-    max_local_tokens: int = 0
-    """Uncached prompt tokens that a decode worker may compute itself."""
-    control_s: float = 0.0005
-    """A message between two processes."""
-    router_s: float = 0.0005
-    """What the router does before it dispatches."""
-    hold_s: float = 20.0
-    """Computed KV waits so long for a decode worker."""
-    detect_s: float = 1.0
-    """After so long the router knows that a worker died."""
-
-
-@dataclass(slots=True)
-class ClusterRun:
-    """What a simulation saw."""
-
-    records: list[Record] = field(default_factory=list)
-    gaps: GapHistogram = field(default_factory=GapHistogram)
-    busy_s: dict[WorkerKey, float] = field(default_factory=dict)
-    end_s: float = 0.0
-    num_events: int = 0
 
 
 class Cluster:
     """All parts, and the router's share of every request."""
 
-    def __init__(self, shape: ClusterShape, policy: RoutingPolicy) -> None:
+    def __init__(self, shape: ClusterShape, make_policy: PolicyMaker = make_joint_policy) -> None:
         """Starts the workers; nothing arrives yet."""
         self.shape = shape
         self.queue = EventQueue()
-        self._policy = policy
+        self._brain = Brain(
+            {
+                shape.prefill.worker_class: shape.prefill,
+                shape.decode.worker_class: shape.decode,
+            }.values(),
+            self.queue,
+            make_policy=make_policy,
+            max_local_tokens=shape.max_local_tokens,
+        )
         self._admission = Admission(shape.max_queued, shape.max_in_flight)
         self._handoffs = Handoffs(shape.prefill, shape.control_s, self.queue, self)
         self._prefills: dict[WorkerKey, PrefillNode] = {}
@@ -98,35 +68,15 @@ class Cluster:
         """Starts a worker, which takes requests at once."""
         key = WorkerKey(worker_id, Incarnation(next(self._incarnations)))
         profile = self.shape.prefill if role is Role.PREFILL else self.shape.decode
-        num_blocks = profile.kv_tokens // profile.block_size
-        config = _engine_config(profile)
         if role is Role.PREFILL:
-            prefill_scheduler = PrefillScheduler(
-                config,
-                num_blocks,
-                _REVISION,
-                self.queue,
-                max_waiting=self.shape.max_waiting,
-                look_ahead=self.shape.look_ahead,
-                make_chain=self._chain_of,
-            )
-            self._prefills[key] = PrefillNode(
-                key, prefill_scheduler, Pace(profile), self.queue, self
-            )
+            prefill = make_prefill_scheduler(self.shape, self.queue, self._chain_of)
+            self._prefills[key] = PrefillNode(key, prefill, Pace(profile), self.queue, self)
         else:
-            decode_scheduler = DecodeScheduler(
-                config,
-                num_blocks,
-                _REVISION,
-                self.queue,
-                max_waiting=self.shape.max_waiting,
-                max_local_prefill_tokens=None,
-                make_chain=self._chain_of,
-            )
+            decode = make_decode_scheduler(self.shape, self.queue, self._chain_of)
             self._decodes[key] = DecodeNode(
-                key, decode_scheduler, Pace(profile), self.queue, self, self._token_of
+                key, decode, Pace(profile), self.queue, self, self._token_of
             )
-        self._policy.join(key, role, num_blocks)
+        self._brain.join(key, role, profile)
         return key
 
     @property
@@ -145,12 +95,12 @@ class Cluster:
         if worker in self._prefills:
             prefill = self._prefills.pop(worker)
             prefill.is_dead = True
-            self._note_busy(prefill)
+            self._note_busy(Role.PREFILL, prefill.busy_s)
         else:
             decode = self._decodes.pop(worker)
             decode.book_until_now()
             decode.is_dead = True
-            self._note_busy(decode)
+            self._note_busy(Role.DECODE, decode.busy_s)
             lost = decode.scheduler.drain()
         self.queue.after(self.shape.detect_s, lambda: self._lost_worker(worker, lost))
 
@@ -163,8 +113,10 @@ class Cluster:
         for journey in tuple(self._journeys.values()):
             self._finish(journey, Outcome.UNFINISHED)
         result = self.run_so_far
-        for node in (*self._prefills.values(), *self._decodes.values()):
-            self._note_busy(node)
+        for prefill in self._prefills.values():
+            self._note_busy(Role.PREFILL, prefill.busy_s)
+        for decode in self._decodes.values():
+            self._note_busy(Role.DECODE, decode.busy_s)
         result.end_s, result.num_events = self.queue.now(), self.queue.num_done
         return result
 
@@ -202,7 +154,7 @@ class Cluster:
         if journey.request_id not in self._journeys:
             return
         try:
-            choice = self._policy.place(self._query(journey))
+            choice = self._brain.place(self._query(journey))
         except NoWorker:
             self.queue.after(RETRY_S, lambda: self._place(journey))
             return
@@ -243,6 +195,7 @@ class Cluster:
         """Passes on; the first token is the client's."""
         journey = self._journeys[progress.request_id]
         if progress.samples:
+            self._brain.finish_prefill(progress.request_id, node.key)
             self._note_first(journey, node.scheduler.num_cached_tokens(progress.request_id))
             if progress.samples[0].finish_reason is not None:
                 handoff = self._handoffs.find(progress.request_id)
@@ -286,6 +239,7 @@ class Cluster:
     def has_sampled(self, node: DecodeNode, progress: DecodeProgress) -> None:
         """Takes a token of a planned step."""
         journey = self._journeys[progress.request_id]
+        self._brain.finish_prefill(progress.request_id, node.key)
         if journey.first_s is None:
             self._note_first(journey, progress.num_cached_tokens)
         if progress.finish_reason is not None:
@@ -311,7 +265,7 @@ class Cluster:
             self._try_again(journey, let_go.next_index)
 
     def _lost_worker(self, worker: WorkerKey, lost: tuple[LetGo, ...]) -> None:
-        self._policy.leave(worker)
+        self._brain.leave(worker)
         for let_go in lost:
             self._let_go(let_go)
         for journey in tuple(self._journeys.values()):
@@ -338,7 +292,7 @@ class Cluster:
             return
         query = replace(self._query(journey), excluded=frozenset(journey.tried))
         try:
-            journey.decode = self._policy.place_decode(query, handoff.prefill.key)
+            journey.decode = self._brain.place_decode(query, handoff.prefill.key)
         except NoWorker:
             journey.tried.clear()
             self.queue.after(retry_s, lambda: self._place_decode(journey, handoff, retry_s))
@@ -361,7 +315,7 @@ class Cluster:
         journey.request = replace(old, token_ids=tokens, attempt=old.attempt + 1, is_priority=True)
         journey.prefill = journey.decode = None
         journey.tried.clear()
-        self._policy.keep_only(journey.request_id, ())
+        self._brain.keep_only(journey.request_id, ())
         self._place(journey)
 
     def _query(self, journey: Journey) -> PlaceQuery:
@@ -372,11 +326,13 @@ class Cluster:
             num_growth_tokens=request.sampling.max_tokens - request.num_emitted,
             granules=journey.granules,
             may_be_local=self.shape.max_local_tokens > 0,
+            has_prefill_pool=self.shape.num_prefill > 0,
+            tpot_slo_s=self.shape.tpot_slo_s,
         )
 
     def _keep_holders(self, journey: Journey) -> None:
         holders = tuple(key for key in (journey.prefill, journey.decode) if key is not None)
-        self._policy.keep_only(journey.request_id, holders)
+        self._brain.keep_only(journey.request_id, holders)
 
     def _note_first(self, journey: Journey, cached_tokens: int) -> None:
         if journey.first_s is None:
@@ -385,6 +341,7 @@ class Cluster:
 
     def _note_last(self, journey: Journey) -> None:
         journey.last_s = self.queue.now() + self.shape.control_s
+        self._brain.note_output(journey.arrival.num_output_tokens)
         self._finish(journey, Outcome.DONE)
 
     def _finish(self, journey: Journey, outcome: Outcome) -> None:
@@ -393,7 +350,7 @@ class Cluster:
             journey.last_s = journey.first_s
         self._journeys.pop(journey.request_id, None)
         if journey.is_admitted:
-            self._policy.keep_only(journey.request_id, ())
+            self._brain.keep_only(journey.request_id, ())
             service_s = self.queue.now() - journey.arrival.at_s
             self._admission.leave(is_waiting=journey.is_waiting, service_s=service_s)
         self.run_so_far.records.append(journey.record())
@@ -411,14 +368,5 @@ class Cluster:
         chain.append_copies(journey.token, request.num_emitted)
         return chain
 
-    def _note_busy(self, node: PrefillNode | DecodeNode) -> None:
-        self.run_so_far.busy_s[node.key] = node.busy_s
-
-
-def _engine_config(profile: Profile) -> EngineConfig:
-    return EngineConfig(
-        model=profile.worker_class,
-        block_size=profile.block_size,
-        max_num_seqs=profile.max_num_seqs,
-        max_num_batched_tokens=profile.max_num_batched_tokens,
-    )
+    def _note_busy(self, role: Role, seconds: float) -> None:
+        self.run_so_far.busy_s[role].append(seconds)

@@ -19,7 +19,7 @@ from decode_worker.progress import DecodeProgress
 from decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.batch import StepPlan, StepResult
 from pdserve.request import Request, RequestId, SampledToken
-from router.policy import WorkerKey
+from router.worker_key import WorkerKey
 from simulation.clock import EventQueue
 from simulation.pace import Pace, RunTime
 

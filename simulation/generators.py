@@ -104,14 +104,13 @@ def make_agent_tree(
     seed: int,
     *,
     num_turns: int = 6,
-    num_branches: int = 2,
     system_tokens: int = 2048,
     pause_s: float = 8.0,
 ) -> Workload:
     """Makes agents: turns that go on from all before them, some of which try several ways at once.
 
     All share one system prompt. A turn's prompt is the last one's, its output and new text; with a
-    chance of one in three a turn is asked in `num_branches` ways, of which one is gone on with.
+    chance of one in three a turn is asked in two ways, of which one is gone on with.
     """
     numbers = random.Random(f"tree {seed}")
     contents = count(1)
@@ -120,7 +119,7 @@ def make_agent_tree(
         context: tuple[Piece, ...] = (Piece(0, system_tokens),)
         at_s = start_s
         for _ in range(num_turns):
-            ways = num_branches if numbers.random() < 1 / 3 else 1
+            ways = 2 if numbers.random() < 1 / 3 else 1
             answers = []
             for _ in range(ways):
                 asked = Piece(next(contents), lengths.draw_prompt(numbers))

@@ -20,7 +20,7 @@ from kv_transfer.prefill_actions import TERMINAL_STAGES, PrefillStage
 from pdserve.predictor.profile import Profile
 from pdserve.request import Request, RequestId
 from prefill_worker.scheduler import PrefillProgress
-from router.policy import WorkerKey
+from router.worker_key import WorkerKey
 from simulation.clock import EventQueue
 from simulation.decode_node import DecodeNode
 from simulation.prefill_node import PrefillNode
@@ -72,8 +72,8 @@ class Handoffs:
         self._outlet = outlet
         self._open: dict[RequestId, Handoff] = {}
 
-    def begin(self, request: Request, prefill: PrefillNode, decode: DecodeNode) -> Handoff:
-        """Notes a request that a prefill worker is about to get."""
+    def begin(self, request: Request, prefill: PrefillNode, decode: DecodeNode | None) -> Handoff:
+        """Notes a request that a prefill worker is about to get; None: decode died already."""
         handoff = Handoff(request=request, prefill=prefill, decode=decode)
         self._open[request.request_id] = handoff
         return handoff

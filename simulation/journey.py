@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.request import Request, RequestId
-from router.policy import WorkerKey
+from router.worker_key import WorkerKey
 from simulation.piece_chain import PieceChain
 from simulation.workload import Arrival
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from pdserve.engine.batch import StepPlan, StepResult
 from pdserve.request import Request, RequestId, SampledToken
 from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
-from router.policy import WorkerKey
+from router.worker_key import WorkerKey
 from simulation.clock import EventQueue
 from simulation.pace import Pace
 

@@ -1,11 +1,10 @@
 """What a simulation comes to: goodput, latencies, hit rate, balance, cost."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.request import Role
-from router.policy import WorkerKey
 from simulation.journey import Outcome, Record
 
 PERCENTILES = (50.0, 90.0, 99.0)
@@ -95,8 +94,7 @@ class Report:
 def make_report(
     records: Sequence[Record],
     gaps: GapHistogram,
-    busy_s: dict[WorkerKey, float],
-    roles: dict[WorkerKey, Role],
+    busy_s: Mapping[Role, Sequence[float]],
     slo: Slo,
     num_gpus: int,
 ) -> Report:
@@ -109,9 +107,6 @@ def make_report(
     met = sum(slo.is_met(one) for one in records)
     num_prompt = sum(one.num_prompt_tokens for one in done)
     num_tokens = num_prompt + sum(one.num_output_tokens for one in done)
-    sides = {
-        role: [seconds for key, seconds in busy_s.items() if roles[key] is role] for role in Role
-    }
     return Report(
         num_requests=len(records),
         num_done=len(done),
@@ -131,10 +126,10 @@ def make_report(
             p99_s=gaps.percentile(99),
         ),
         hit_rate=sum(one.cached_tokens for one in done) / max(num_prompt, 1),
-        prefill_imbalance=_imbalance(sides[Role.PREFILL]),
-        decode_imbalance=_imbalance(sides[Role.DECODE]),
-        prefill_utilization=_utilization(sides[Role.PREFILL], duration_s),
-        decode_utilization=_utilization(sides[Role.DECODE], duration_s),
+        prefill_imbalance=_imbalance(busy_s[Role.PREFILL]),
+        decode_imbalance=_imbalance(busy_s[Role.DECODE]),
+        prefill_utilization=_utilization(busy_s[Role.PREFILL], duration_s),
+        decode_utilization=_utilization(busy_s[Role.DECODE], duration_s),
         gpu_s_per_million_tokens=num_gpus * duration_s / max(num_tokens, 1) * 1e6,
     )
 
