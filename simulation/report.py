@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdserve.request import Role
 from simulation.journey import Outcome, Record
@@ -73,6 +74,10 @@ class Report:
     num_failed: int
     duration_s: float
     """From the first arrival to the last token."""
+    offered_per_s: float
+    """Requests for each second of arrivals."""
+    ttft_attainment: float
+    tpot_attainment: float
     attainment: float
     """Share of all requests that met both objectives."""
     goodput_per_s: float
@@ -91,10 +96,28 @@ class Report:
     """Prompt and output tokens of requests that were done."""
 
 
+class Seen(Protocol):
+    """What a run saw besides its records."""
+
+    @property
+    def gaps(self) -> GapHistogram:
+        """Between tokens."""
+        ...
+
+    @property
+    def busy_s(self) -> Mapping[Role, Sequence[float]]:
+        """How long each worker computed."""
+        ...
+
+    @property
+    def end_s(self) -> float:
+        """When the last thing happened."""
+        ...
+
+
 def make_report(
     records: Sequence[Record],
-    gaps: GapHistogram,
-    busy_s: Mapping[Role, Sequence[float]],
+    seen: Seen,
     slo: Slo,
     num_gpus: int,
 ) -> Report:
@@ -113,6 +136,11 @@ def make_report(
         num_refused=sum(one.outcome is Outcome.REFUSED for one in records),
         num_failed=sum(one.outcome not in (Outcome.DONE, Outcome.REFUSED) for one in records),
         duration_s=duration_s,
+        offered_per_s=len(records) / max(last_arrival_s - begin_s, 1e-9),
+        ttft_attainment=sum(one.ttft_s is not None and one.ttft_s <= slo.ttft_s for one in records)
+        / max(len(records), 1),
+        tpot_attainment=sum(one.tpot_s is not None and one.tpot_s <= slo.tpot_s for one in records)
+        / max(len(records), 1),
         attainment=met / max(len(records), 1),
         goodput_per_s=met / max(last_arrival_s - begin_s, 1e-9),
         ttft=spread_of([one.ttft_s for one in done if one.ttft_s is not None]),
@@ -121,15 +149,15 @@ def make_report(
         ),
         itl=Spread(
             mean_s=None,
-            p50_s=gaps.percentile(50),
-            p90_s=gaps.percentile(90),
-            p99_s=gaps.percentile(99),
+            p50_s=seen.gaps.percentile(50),
+            p90_s=seen.gaps.percentile(90),
+            p99_s=seen.gaps.percentile(99),
         ),
         hit_rate=sum(one.cached_tokens for one in done) / max(num_prompt, 1),
-        prefill_imbalance=_imbalance(busy_s[Role.PREFILL]),
-        decode_imbalance=_imbalance(busy_s[Role.DECODE]),
-        prefill_utilization=_utilization(busy_s[Role.PREFILL], duration_s),
-        decode_utilization=_utilization(busy_s[Role.DECODE], duration_s),
+        prefill_imbalance=_imbalance(seen.busy_s[Role.PREFILL]),
+        decode_imbalance=_imbalance(seen.busy_s[Role.DECODE]),
+        prefill_utilization=_utilization(seen.busy_s[Role.PREFILL], seen.end_s),
+        decode_utilization=_utilization(seen.busy_s[Role.DECODE], seen.end_s),
         gpu_s_per_million_tokens=num_gpus * duration_s / max(num_tokens, 1) * 1e6,
     )
 
@@ -153,5 +181,5 @@ def _imbalance(seconds: Sequence[float]) -> float:
     return max(seconds) / mean if mean else 1.0
 
 
-def _utilization(seconds: Sequence[float], duration_s: float) -> float:
-    return sum(seconds) / (len(seconds) * duration_s) if seconds else 0.0
+def _utilization(seconds: Sequence[float], end_s: float) -> float:
+    return sum(seconds) / (len(seconds) * end_s) if seconds and end_s else 0.0
