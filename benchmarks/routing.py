@@ -46,44 +46,53 @@ class Case:
 
 
 def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
-    """Makes the workloads."""
+    """Makes the workloads; the first third of each only fills caches and queues."""
     lengths = Lengths()
-    short = Lengths(mean_prompt_tokens=500, mean_output_tokens=150)
+    num_warm_up = num_requests // 3
+    plain = Case(
+        name="poisson",
+        workload=make_plain(num_requests, 190.0, lengths, SEED),
+        num_prefill=8,
+        num_decode=8,
+        num_warm_up=num_warm_up,
+        slo=Slo(ttft_s=0.5, tpot_s=0.03),
+    )
     cases = [
-        Case(
-            name="poisson",
-            workload=make_plain(num_requests, 165.0, lengths, SEED),
-            num_prefill=8,
-            num_decode=8,
-        ),
-        Case(
+        plain,
+        replace(
+            plain,
             name="gamma bursts",
-            workload=make_plain(num_requests, 120.0, lengths, SEED, shape=0.1),
-            num_prefill=8,
-            num_decode=8,
+            workload=make_plain(num_requests, 160.0, lengths, SEED, shape=0.1),
         ),
         Case(
             name="hot prefix",
             workload=make_hot_prefix(
-                num_requests, 330.0, short, SEED, num_prefixes=256, prefix_tokens=8192, skew=0.8
+                num_requests,
+                250.0,
+                Lengths(mean_prompt_tokens=300, mean_output_tokens=100),
+                SEED,
+                num_prefixes=96,
+                prefix_tokens=4096,
+                skew=0.6,
             ),
             num_prefill=8,
             num_decode=12,
-            cache_share=0.5,
-            slo=Slo(ttft_s=1.0, tpot_s=0.05),
+            num_warm_up=num_warm_up,
+            cache_share=0.25,
+            slo=Slo(ttft_s=0.5, tpot_s=0.05),
         ),
         Case(
             name="agent tree",
             workload=make_agent_tree(
                 num_requests // 8,
-                24.0,
+                12.0,
                 Lengths(mean_prompt_tokens=1500, mean_output_tokens=150),
                 SEED,
-                num_turns=6,
             ),
-            num_prefill=8,
-            num_decode=8,
-            slo=Slo(ttft_s=1.0, tpot_s=0.05),
+            num_prefill=4,
+            num_decode=6,
+            num_warm_up=num_warm_up,
+            slo=Slo(ttft_s=0.5, tpot_s=0.03),
         ),
     ]
     if trace is not None:
@@ -95,7 +104,7 @@ def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
                 num_prefill=12,
                 num_decode=8,
                 num_warm_up=sample.num_warm_up,
-                slo=Slo(ttft_s=5.0, tpot_s=0.05),
+                slo=Slo(ttft_s=5.0, tpot_s=0.03),
             )
         )
     return cases

@@ -11,7 +11,7 @@ from itertools import count
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
 from kv_transfer.prefill_actions import PrefillStage
-from pdserve.engine.scheduler import Stage
+from pdserve.engine.scheduler import SchedulerLedger, Stage
 from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
 from pdserve.request import Incarnation, Request, RequestId, Role, SamplingParams, WorkerId
 from prefill_worker.scheduler import PrefillProgress
@@ -74,7 +74,13 @@ class Cluster:
         else:
             decode = make_decode_scheduler(self.shape, self.queue, self._chain_of)
             self._decodes[key] = DecodeNode(
-                key, decode, Pace(profile), self.queue, self, self._token_of
+                key,
+                decode,
+                Pace(profile),
+                self.queue,
+                self,
+                self._token_of,
+                skips_steps=self.shape.skips_steps,
             )
         self._brain.join(key, role, profile)
         return key
@@ -83,6 +89,18 @@ class Cluster:
     def workers(self) -> tuple[WorkerKey, ...]:
         """All that live."""
         return (*self._prefills, *self._decodes)
+
+    def check(self) -> None:
+        """Asserts that no worker has lost a block or holds one for nobody."""
+        for prefill in self._prefills.values():
+            prefill.scheduler.check()
+        for decode in self._decodes.values():
+            decode.scheduler.check()
+
+    def ledgers(self) -> tuple[SchedulerLedger, ...]:
+        """Returns what each worker holds."""
+        prefills = (node.scheduler.ledger() for node in self._prefills.values())
+        return (*prefills, *(node.scheduler.ledger() for node in self._decodes.values()))
 
     def slow_down(self, worker: WorkerKey, factor: float) -> None:
         """Makes a worker's steps take so many times as long, from its next one on."""

@@ -73,8 +73,11 @@ class DecodeNode:
         queue: EventQueue,
         outlet: DecodeOutlet,
         make_token: TokenMaker,
+        *,
+        skips_steps: bool = True,
     ) -> None:
         """Starts idle."""
+        self._skips_steps = skips_steps
         self.key = key
         self.scheduler = scheduler
         self.pace = pace
@@ -130,7 +133,7 @@ class DecodeNode:
         for request in started:
             token = self._make_token(request)
             self.scheduler.start(request.request_id, request.attempt, {request.sample_index: token})
-        num_steps = self.scheduler.next_event_horizon()
+        num_steps = self.scheduler.next_event_horizon() if self._skips_steps else 0
         if num_steps:
             end_s = self._begin_run(num_steps)
         else:

@@ -32,6 +32,8 @@ class ClusterShape:
     """What the router is told of the wanted time per token."""
     hold_s: float = 20.0
     """Computed KV waits so long for a decode worker."""
+    skips_steps: bool = True
+    """False: every decode step is an event of its own, to check that skipping changes nothing."""
     detect_s: float = 1.0
     """After so long the router knows that a worker died."""
 
