@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="the Mooncake conversation trace")
     parser.add_argument("--requests", type=int, default=6000)
     parser.add_argument("--only", help="one workload")
+    parser.add_argument("--policies", help="some policies, with commas between them")
     parser.add_argument("--rate", type=float, default=1.0, help="speeds all workloads up")
     parser.add_argument("--output", type=Path, default=RESULTS / "routing.json")
     options = parser.parse_args()
@@ -142,7 +143,7 @@ def main() -> None:
             continue
         if options.rate != 1.0:
             case = replace(case, workload=scale_rate(case.workload, options.rate))
-        for policy in POLICIES:
+        for policy in options.policies.split(",") if options.policies else POLICIES:
             begin_s = time.process_time()
             report = run_case(case, policy, profile)
             print(_line(case, policy, report, time.process_time() - begin_s), flush=True)
@@ -150,21 +151,29 @@ def main() -> None:
                 {
                     "workload": case.name,
                     "policy": policy,
+                    "rate": options.rate,
                     "num_prefill": case.num_prefill,
                     "num_decode": case.num_decode,
                     "slo": asdict(case.slo),
                     **asdict(report),
                 }
             )
-    if options.only is None:
-        result = {
-            "benchmark": "routing",
-            "profile": profile.worker_class,
-            "seed": SEED,
-            "requests": options.requests,
-            "rows": rows,
-        }
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _write(options.output, rows, profile.worker_class, options.requests)
+
+
+def _write(path: Path, rows: list[dict[str, object]], profile: str, num_requests: int) -> None:
+    """Writes rows into a file; those of other workloads and policies stay."""
+    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    fresh = {(row["workload"], row["policy"], row["rate"]) for row in rows}
+    kept = [row for row in known if (row["workload"], row["policy"], row["rate"]) not in fresh]
+    result = {
+        "benchmark": "routing",
+        "profile": profile,
+        "seed": SEED,
+        "requests": num_requests,
+        "rows": [*kept, *rows],
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _line(case: Case, policy: str, report: Report, took_s: float) -> str:

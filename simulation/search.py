@@ -115,15 +115,24 @@ class Search:
         bounds = lower_bounds(workload, profile)
         num_prefill, num_decode = (max(1, math.ceil(bound * _HEADROOM)) for bound in bounds)
         tried: dict[tuple[int, int], Trial] = {}
-        best = self._try_sizes(profile, (num_prefill, num_decode), tried)
+        best = self._try_sizes(profile, self._within(num_prefill, num_decode), tried)
         if hopeless_share(workload, profile, self.slo.ttft_s) > 1 - self.attainment:
             return None
         while not self._holds(best):
             too_many = best.num_prefill + best.num_decode >= self.max_workers
             if too_many or len(tried) >= self.max_trials:
                 return None
-            best = self._try_sizes(profile, self._grow(best), tried)
+            best = self._try_sizes(profile, self._within(*self._grow(best)), tried)
         return self._shrink(best, tried)
+
+    def _within(self, num_prefill: int, num_decode: int) -> tuple[int, int]:
+        """Returns sizes that are not too many, in about the same ratio."""
+        total = num_prefill + num_decode
+        if total <= self.max_workers:
+            return num_prefill, num_decode
+        prefill = round(num_prefill * self.max_workers / total)
+        prefill = max(1, min(prefill, self.max_workers - 1))
+        return prefill, self.max_workers - prefill
 
     def _shrink(self, best: Trial, tried: dict[tuple[int, int], Trial]) -> Trial:
         """Takes workers away for as long as the objectives are kept."""
