@@ -85,7 +85,7 @@ def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
             name="agent tree",
             workload=make_agent_tree(
                 num_requests // 8,
-                12.0,
+                9.0,
                 Lengths(mean_prompt_tokens=1500, mean_output_tokens=150),
                 SEED,
             ),
@@ -100,7 +100,7 @@ def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
         cases.append(
             Case(
                 name="mooncake conversation",
-                workload=scale_rate(sample.workload, 5.0),
+                workload=scale_rate(sample.workload, 7.0),
                 num_prefill=12,
                 num_decode=8,
                 num_warm_up=sample.num_warm_up,
