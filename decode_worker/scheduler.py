@@ -19,7 +19,7 @@ from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
 from decode_worker.occupancy import LetGo, Occupancy
 from decode_worker.planner import StepPlanner
 from decode_worker.progress import DecodeProgress, make_progress, make_sample_progress
-from decode_worker.skipping import TokenMaker, book_steps, count_uneventful_steps
+from decode_worker.skipping import StepSkipper
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import ONE_STAGE, Lookahead, SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
@@ -71,12 +71,13 @@ class DecodeScheduler:
         self._config = config
         self._clock = clock
         self._max_local_prefill_tokens = max_local_prefill_tokens
-        self._num_stages = lookahead.num_stages
         self._occupancy = Occupancy(
             config, num_blocks, revision, max_waiting=max_waiting, make_chain=make_chain
         )
         self._planner = StepPlanner(config, self._occupancy, clock, lookahead)
         self._pace = StepPace(clock)
+        self.skipper = StepSkipper(config, self._occupancy, self._pace, lookahead.num_stages)
+        """Books steps at once, for simulators."""
 
     @property
     def has_work(self) -> bool:
@@ -280,35 +281,6 @@ class DecodeScheduler:
                 progress += self._book_tokens(sequence, part.output_index, result)
         occupancy.counters.generation_tokens += len(progress)
         return tuple(progress)
-
-    def next_event_horizon(self) -> int:
-        """Returns how many steps `skip_steps` may book at once; 0: the next must be planned."""
-        if self._num_stages > 1:
-            return 0
-        return count_uneventful_steps(self._occupancy, self._config)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that make one token a step."""
-        return len(self._occupancy.running)
-
-    @property
-    def num_running_tokens(self) -> int:
-        """Tokens whose KV the next step reads for them, those it writes included."""
-        return sum(sequence.num_planned + 1 for sequence in self._occupancy.running)
-
-    def skip_steps(
-        self, num_steps: int, step_s: float, make_token: TokenMaker
-    ) -> tuple[Request, ...]:
-        """Books steps as planning and completing each of them would, and names what ended.
-
-        Args:
-            num_steps: at most `next_event_horizon`.
-            step_s: their mean time.
-            make_token: names the token that a request goes on with; never one that stops it.
-        """
-        self._pace.note_steps(num_steps, step_s)
-        return book_steps(self._occupancy, self._config.block_size, num_steps, make_token)
 
     def _book_token(
         self, sequence: SequenceState, output_index: int, result: StepResult

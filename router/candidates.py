@@ -53,6 +53,8 @@ TERMS = (
     "cost",
     "missed",
 )
+"""In the order of `Candidate`."""
+FIRST_TOKEN, COST, MISSED = 6, 7, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

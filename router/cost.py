@@ -19,7 +19,7 @@ from pdserve.predictor.predictor import (
     TransferSample,
 )
 from pdserve.request import Role
-from router.fleet import BoolArray, Fleet, FloatArray, IntArray
+from router.fleet import BoolArray, Fleet, FloatArray
 
 REFRESH_S = 0.5
 """New coefficients count after this long at the latest."""
@@ -37,6 +37,8 @@ class Laws:
     """[3, rows]."""
     transfer: FloatArray
     """[2, rows], of the sender."""
+    handoff_per_token: FloatArray
+    """[rows] of receivers: what a token adds to a hand-off by the slowest sender."""
     knows_prefill: BoolArray
     """[rows]: whether the prefill law is known; that of a decode worker may be missing."""
 
@@ -91,6 +93,7 @@ class LawTable:
             prefill=columns[PrefillSample],
             decode=columns[DecodeSample],
             transfer=columns[TransferSample],
+            handoff_per_token=columns[TransferSample][1].max() * fleet.kv_bytes_per_token,
             knows_prefill=knows[PrefillSample],
         )
 
@@ -117,6 +120,7 @@ def in_blocks(fleet: Fleet) -> Laws:
         prefill=prefill,
         decode=decode,
         transfer=np.zeros((2, fleet.capacity)),
+        handoff_per_token=np.zeros(fleet.capacity),
         knows_prefill=np.ones(fleet.capacity, dtype=np.bool_),
     )
 
@@ -126,47 +130,41 @@ def prefill_terms(num_tokens: float, num_context_tokens: float) -> tuple[float, 
     return (1.0, num_tokens, num_tokens * (num_context_tokens + num_tokens / 2))
 
 
-def queue_cost(fleet: Fleet, laws: Laws, rows: IntArray, now_s: float) -> FloatArray:
+def queue_cost(fleet: Fleet, laws: Laws, now_s: float) -> FloatArray:
     """Returns how long a prompt waits for those before it: what has passed of the first is over."""
-    law = laws.prefill[:, rows]
-    others = np.maximum(fleet.other_queue[:, rows], fleet.shared_queue[:, rows])
-    cost: FloatArray = np.einsum("ij,ij->j", law, fleet.queue[:, rows] + others)
+    cost: FloatArray = np.einsum("ij,ij->j", laws.prefill, fleet.queue + fleet.others_queue)
     if laws.is_fitted:
-        head_s = np.einsum("ij,ij->j", law, fleet.head[:, rows])
-        cost -= np.minimum(now_s - fleet.head_since_s[rows], head_s)
+        head_s = np.einsum("ij,ij->j", laws.prefill, fleet.head)
+        np.subtract(cost, np.minimum(now_s - fleet.head_since_s, head_s), out=cost)
         np.maximum(cost, 0.0, out=cost)
     return cost
 
 
-def prefill_cost(
-    laws: Laws, rows: IntArray, uncached: FloatArray, cached: FloatArray
-) -> FloatArray:
+def prefill_cost(laws: Laws, uncached: FloatArray, cached: FloatArray) -> FloatArray:
     """Returns what computing the uncached rest of a prompt takes."""
-    fixed, per_token, per_pair = laws.prefill[:, rows]
-    cost: FloatArray = fixed + uncached * (per_token + per_pair * (cached + uncached / 2))
+    fixed, per_token, per_pair = laws.prefill
+    cost: FloatArray = fixed + uncached * (per_token + per_pair * (cached + 0.5 * uncached))
     return cost
 
 
-def decode_load(fleet: Fleet, laws: Laws, rows: IntArray) -> tuple[FloatArray, FloatArray]:
+def decode_load(fleet: Fleet, laws: Laws) -> tuple[FloatArray, FloatArray]:
     """Returns the sequences that decode, and the tokens that they hold."""
-    seqs = fleet.num_seqs[rows] + np.maximum(fleet.other_seqs[rows], fleet.shared_seqs[rows])
-    others = np.maximum(fleet.other_kv_tokens[rows], fleet.shared_kv_tokens[rows])
+    seqs = fleet.num_seqs + fleet.others_seqs
     if laws.is_fitted:
-        return seqs, fleet.kv_tokens[rows] + others
+        return seqs, fleet.kv_tokens + fleet.others_kv_tokens
     # What sequences may grow to stands for the work that they still are.
-    return seqs, fleet.blocks[rows] * fleet.block_size[rows] + others
+    return seqs, fleet.blocks * fleet.block_size + fleet.others_kv_tokens
 
 
-def step_cost(laws: Laws, rows: IntArray, seqs: FloatArray, kv_tokens: FloatArray) -> FloatArray:
+def step_cost(laws: Laws, seqs: FloatArray, kv_tokens: FloatArray) -> FloatArray:
     """Returns what a step of decoding takes."""
-    fixed, per_sequence, per_token = laws.decode[:, rows]
+    fixed, per_sequence, per_token = laws.decode
     cost: FloatArray = fixed + per_sequence * seqs + per_token * kv_tokens
     return cost
 
 
 def room_wait_s(
     fleet: Fleet,
-    rows: IntArray,
     need: tuple[float, float],
     load: tuple[FloatArray, FloatArray],
     life_s: FloatArray,
@@ -175,14 +173,15 @@ def room_wait_s(
 
     Args:
         fleet: its members' sizes.
-        rows: decode workers.
         need: sequences, and tokens of KV.
         load: the same of those that are there.
         life_s: how long one of those stays.
     """
     seqs, kv_tokens = load
-    missing_tokens = kv_tokens + need[1] - fleet.total_blocks[rows] * fleet.block_size[rows]
-    missing_seqs = seqs + need[0] - fleet.max_num_seqs[rows]
+    missing_tokens = kv_tokens - (fleet.room_tokens - need[1])
+    missing_seqs = seqs - (fleet.max_num_seqs - need[0])
+    if max(missing_tokens.max(), missing_seqs.max()) <= 0:
+        return np.zeros(len(seqs))
     # Sequences end one after another over the time that one stays, and free their share.
     share = np.maximum(
         missing_tokens / np.maximum(kv_tokens, 1.0), missing_seqs / np.maximum(seqs, 1.0)

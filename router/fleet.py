@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.request import Role, WorkerId
+from pdserve.request import Incarnation, Role, WorkerId
 from router.worker_key import WorkerKey
 
 FloatArray = npt.NDArray[np.float64]
@@ -65,6 +65,8 @@ class Fleet:
         Args:
             silence_s: a worker not heard for longer is not available.
         """
+        self.keys: list[WorkerKey] = []
+        """By row; of a row that is not in use, its last worker's."""
         self.version = 0
         """Rises when a worker joins or leaves."""
         self.num_picks = 0
@@ -74,9 +76,9 @@ class Fleet:
         self._members: dict[int, Member] = {}
         self._groups: dict[bytes, int] = {}
         self._free: list[int] = []
-        self._sides: dict[Role, IntArray] = {}
+        self._sides: dict[Role, BoolArray] = {}
         self._allocate(_FIRST_CAPACITY)
-        self._free.extend(range(_FIRST_CAPACITY))
+        self._add_rows(0)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -94,11 +96,13 @@ class Fleet:
         row = self._free.pop()
         self._clear(row)
         self._rows[member.key] = row
+        self.keys[row] = member.key
         self._rows_by_id[member.key.worker_id] = row
         self._members[row] = member
         self.group[row] = self._groups.setdefault(member.digest, len(self._groups))
         self.total_blocks[row] = member.total_blocks
         self.block_size[row] = member.block_size
+        self.room_tokens[row] = member.total_blocks * member.block_size
         self.max_num_seqs[row] = member.max_num_seqs
         self.chunk_tokens[row] = member.chunk_tokens
         self.kv_bytes_per_token[row] = member.kv_bytes_per_token
@@ -129,17 +133,14 @@ class Fleet:
         """Returns the tokens of a worker's KV block."""
         return self._members[self._rows[key]].block_size
 
-    def member(self, row: int) -> Member:
-        """Returns who has a row."""
-        return self._members[row]
-
     def members(self) -> Iterable[tuple[int, Member]]:
         """Returns all rows in use."""
         return self._members.items()
 
-    def group_of(self, digest: bytes) -> int | None:
-        """Returns the number of a geometry; None if nobody ever had it."""
-        return self._groups.get(digest)
+    @property
+    def num_groups(self) -> int:
+        """Geometries that workers have, or had."""
+        return len(self._groups)
 
     def set_available(self, key: WorkerKey, *, is_available: bool) -> None:
         """Notes whether new work may go to a worker; one that is not here is no error."""
@@ -153,16 +154,16 @@ class Fleet:
         if row is not None:
             self.heard_s[row] = now_s
 
-    def usable(self, role: Role, excluded: Iterable[WorkerKey], now_s: float) -> IntArray:
-        """Returns the rows of a pool's workers that take new work."""
-        rows = self._side(role)
-        is_usable = self.is_available[rows] & (now_s - self.heard_s[rows] <= self._silence_s)
+    def usable(self, role: Role, excluded: Iterable[WorkerKey], now_s: float) -> BoolArray:
+        """Says of each row whether a worker of a pool is there that takes new work."""
+        is_usable = self.heard_s >= now_s - self._silence_s
+        is_usable &= self.is_available
+        is_usable &= self._side(role)
         for key in excluded:
             row = self._rows.get(key)
             if row is not None:
-                is_usable &= rows != row
-        usable: IntArray = rows[is_usable]
-        return usable
+                is_usable[row] = False
+        return is_usable
 
     def take_report(self, key: WorkerKey, report: Report) -> None:
         """Takes a worker's own figures; what is beyond this front's charges is others' load.
@@ -179,8 +180,8 @@ class Fleet:
         running = max(report.num_running - own[1], 0.0)
         tokens = report.queued_tokens * queued / max(report.num_queued, 1)
         kv_tokens = report.kv_tokens * running / max(report.num_running, 1)
-        self.other_queue[:, row] = queued, tokens, 0.0
-        self.other_seqs[row], self.other_kv_tokens[row] = running, kv_tokens
+        self._reported[:, row] = queued, tokens, 0.0, running, kv_tokens
+        self._note_others(row)
         self._last_peaks[:, row] = self._peaks[:, row]
         self._peaks[:, row] = self._own(row)
 
@@ -188,14 +189,13 @@ class Fleet:
         """Takes what all other fronts say that they have at a worker, as of a moment ago."""
         row = self._rows_by_id.get(worker_id)
         if row is not None:
-            self.shared_queue[:, row] = terms
-            self.shared_seqs[row], self.shared_kv_tokens[row] = seqs, kv
+            self._shared[:, row] = (*terms, seqs, kv)
+            self._note_others(row)
 
     def clear_shared(self) -> None:
         """Forgets it: nobody says anything any more, or all is said anew."""
-        self.shared_queue[:] = 0.0
-        self.shared_seqs[:] = 0.0
-        self.shared_kv_tokens[:] = 0.0
+        self._shared[:] = 0.0
+        self._note_others(slice(None))
 
     def note_pick(self, row: int) -> None:
         """Notes that a worker was chosen."""
@@ -211,13 +211,18 @@ class Fleet:
         """Returns this front's prompts in the queue, and its sequences."""
         return self.queue[0, row], self.num_seqs[row]
 
-    def _side(self, role: Role) -> IntArray:
+    def _note_others(self, row: int | slice) -> None:
+        """Believes the larger of what the worker and what the other fronts say."""
+        others = np.maximum(self._reported[:, row], self._shared[:, row])
+        self.others_queue[:, row] = others[:NUM_TERMS]
+        self.others_seqs[row], self.others_kv_tokens[row] = others[NUM_TERMS:]
+
+    def _side(self, role: Role) -> BoolArray:
         side = self._sides.get(role)
         if side is None:
             rows = [row for row, member in self._members.items() if member.role is role]
-            # By id, so that fronts that know the same workers choose alike.
-            rows.sort(key=lambda row: self._members[row].key)
-            side = self._sides[role] = np.array(rows, dtype=np.int64)
+            side = self._sides[role] = np.zeros(self.capacity, dtype=np.bool_)
+            side[rows] = True
         return side
 
     def _note_change(self) -> None:
@@ -235,6 +240,8 @@ class Fleet:
         self.heard_s = zeros()
         self.group: IntArray = np.zeros(capacity, dtype=np.int64)
         self.total_blocks, self.block_size, self.max_num_seqs = zeros(), zeros(), zeros()
+        self.room_tokens = zeros()
+        """That all blocks hold."""
         self.chunk_tokens, self.kv_bytes_per_token = zeros(), zeros()
         self.queue = terms()
         """Of prompts that this front sent and that are not computed."""
@@ -247,9 +254,11 @@ class Fleet:
         self.link_until_s = zeros()
         """Until when the hand-offs that were planned keep a worker's link."""
         self.last_pick = zeros()
-        self.other_queue, self.shared_queue = terms(), terms()
-        self.other_seqs, self.other_kv_tokens = zeros(), zeros()
-        self.shared_seqs, self.shared_kv_tokens = zeros(), zeros()
+        self.others_queue = terms()
+        """Of other fronts' prompts."""
+        self.others_seqs, self.others_kv_tokens = zeros(), zeros()
+        self._reported: FloatArray = np.zeros((NUM_TERMS + 2, capacity))
+        self._shared: FloatArray = np.zeros((NUM_TERMS + 2, capacity))
         self._peaks: FloatArray = np.zeros((2, capacity))
         self._last_peaks: FloatArray = np.zeros((2, capacity))
 
@@ -261,8 +270,15 @@ class Fleet:
         self._allocate(2 * size)
         for before, after in zip(old, self._arrays(), strict=True):
             after[..., :size] = before
-        self._free.extend(range(size, 2 * size))
+        self._add_rows(size)
+
+    def _add_rows(self, first: int) -> None:
+        rows = range(first, self.capacity)
+        self._free.extend(reversed(rows))
+        self.keys += [WorkerKey(WorkerId(""), Incarnation(0))] * len(rows)
+        self.room_tokens[first:] = self.max_num_seqs[first:] = np.inf
 
     def _clear(self, row: int) -> None:
         for array in self._arrays():
             array[..., row] = 0
+        self.room_tokens[row] = self.max_num_seqs[row] = np.inf

@@ -1,7 +1,7 @@
 """What this router has dispatched and not seen end, written through to the fleet's rows."""
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pdserve.request import RequestId
@@ -38,6 +38,8 @@ class LoadBook:
         """Starts without charges; a worker that is not in the fleet is charged nothing."""
         self.fleet = fleet
         self._clock = clock
+        self.on_room: Callable[[], None] = _do_nothing
+        """Called when a prompt has left a worker's queue."""
         self._charges: dict[RequestId, dict[WorkerKey, _Charge]] = {}
         self._queues: dict[WorkerKey, OrderedDict[RequestId, Terms]] = {}
 
@@ -97,6 +99,7 @@ class LoadBook:
             self.fleet.head[:, row] = 0.0
         elif was_head:
             self._start_head(row, queue)
+        self.on_room()
 
     def keep_only(self, request_id: RequestId, workers: Collection[WorkerKey]) -> None:
         """Releases a request from all workers but these."""
@@ -136,3 +139,7 @@ class LoadBook:
         fleet.num_seqs[row] += sign * charge.num_seqs
         fleet.kv_tokens[row] += sign * charge.kv_tokens
         fleet.blocks[row] += sign * charge.blocks
+
+
+def _do_nothing() -> None:
+    """Nobody waits for room."""

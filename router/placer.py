@@ -6,16 +6,18 @@ from typing import Protocol
 
 import numpy as np
 
-from pdserve.request import RequestId
+from pdserve.request import RequestId, Role
 from pdserve.timeline import Clock
 from router.cost import prefill_terms
 from router.load_book import DecodeCharge, LoadBook
 from router.policy import Choice, Demand, Policy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex
+from router.slo import TooLate
 from router.worker_key import WorkerKey
 
 FIRST_GUESS_TOKENS = 256.0
 """Length of an output before any has ended."""
+MIN_RETRY_S = 0.05
 OUTPUT_WEIGHT = 0.02
 """Of one output in the mean."""
 
@@ -40,6 +42,8 @@ class PlaceQuery:
     """Without one, decode workers prefill everything themselves."""
     tpot_slo_s: float | None = None
     """Wanted seconds per output token."""
+    ttft_slo_s: float | None = None
+    """Wanted seconds from now to the first token; a request that would miss it is refused."""
 
 
 class Placer(Protocol):
@@ -49,6 +53,7 @@ class Placer(Protocol):
         """Chooses and charges workers for a new attempt.
 
         Raises:
+            TooLate: its first token would come too late.
             NoWorker: none now.
             TooLong: none ever.
         """
@@ -56,6 +61,18 @@ class Placer(Protocol):
 
     async def place_decode(self, query: PlaceQuery, prefill: WorkerKey) -> Choice:
         """Chooses and charges another decode worker for KV held by `prefill`; raises as `place`."""
+        ...
+
+    def expect_uncached(self, query: PlaceQuery) -> int:
+        """Returns the tokens that will probably have to be computed."""
+        ...
+
+    def check_wait(self, query: PlaceQuery, num_tokens_before: int) -> None:
+        """Says whether a request can wait for so many tokens of others.
+
+        Raises:
+            TooLate: its first token would come too late.
+        """
         ...
 
     def note_cached(self, worker: WorkerKey, granules: Sequence[int]) -> None:
@@ -102,6 +119,8 @@ class InProcessPlacer:
         """Chooses a pair by what it should cost as of this instant."""
         demand = self._demand(query)
         choice = self._policy.choose(demand, self._clock.now())
+        if query.ttft_slo_s is not None and choice.table.is_in_seconds:
+            _check_ttft(choice.expected.first_token, query.ttft_slo_s)
         computes = choice.prefill or choice.decode
         uncached = max(demand.num_tokens - choice.cached_tokens, 1)
         terms = prefill_terms(uncached, choice.cached_tokens)
@@ -118,6 +137,20 @@ class InProcessPlacer:
         choice = self._policy.choose_decode(demand, prefill, self._clock.now())
         self._charge_decode(query, demand, choice)
         return choice
+
+    def expect_uncached(self, query: PlaceQuery) -> int:
+        """Returns what the worker with the longest prefix has not."""
+        cached = max(self._index.match(query.granules).values(), default=0) * GRANULE_TOKENS
+        return max(query.num_tokens - cached, 1)
+
+    def check_wait(self, query: PlaceQuery, num_tokens_before: int) -> None:
+        """Checks the time that those before it take; nothing is refused while it is not known."""
+        if query.ttft_slo_s is None or not num_tokens_before:
+            return
+        role = Role.PREFILL if query.has_prefill_pool else Role.DECODE
+        wait_s = self._policy.drain_s(num_tokens_before, role, self._clock.now())
+        if wait_s is not None:
+            _check_ttft(wait_s, query.ttft_slo_s)
 
     def note_cached(self, worker: WorkerKey, granules: Sequence[int]) -> None:
         """Adds to the index."""
@@ -169,5 +202,15 @@ class InProcessPlacer:
             max_local_tokens=self._max_local_tokens if query.may_be_local else 0,
             has_prefill_pool=query.has_prefill_pool,
             tpot_slo_s=query.tpot_slo_s,
+            ttft_slo_s=query.ttft_slo_s,
             excluded=query.excluded,
         )
+
+
+def _check_ttft(predicted_s: float, wanted_s: float) -> None:
+    if predicted_s <= wanted_s:
+        return
+    raise TooLate(
+        f"the first token would come in {predicted_s:.3g} s, wanted are {max(wanted_s, 0):.3g} s",
+        retry_after_s=max(predicted_s - wanted_s, MIN_RETRY_S),
+    )

@@ -12,14 +12,14 @@ longer than the prefix is worth: seconds, or KV blocks while the predictor is no
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
-from router.candidates import Candidate, CandidateTable, Path
+from router.candidates import FIRST_TOKEN, Candidate, CandidateTable, Path
 from router.cost import (
     Laws,
     LawTable,
@@ -29,8 +29,16 @@ from router.cost import (
     room_wait_s,
     step_cost,
 )
-from router.fleet import Fleet, FloatArray, IntArray
-from router.ways import DecodeSide, PromptSide, Ways, join_ways, local_ways, pair_ways
+from router.fleet import BoolArray, Fleet, FloatArray, IntArray
+from router.ways import (
+    MISSED_WEIGHT,
+    DecodeSide,
+    PromptSide,
+    Ways,
+    join_ways,
+    local_ways,
+    pair_ways,
+)
 from router.worker_key import WorkerKey as WorkerKey
 
 _TIE = 1e-6
@@ -59,6 +67,8 @@ class Demand:
     """There is, or was, one; without it every prompt is local."""
     tpot_slo_s: float | None = None
     """Wanted seconds per output token."""
+    ttft_slo_s: float | None = None
+    """Wanted seconds from now to the first token."""
     excluded: Collection[WorkerKey] = ()
 
     @property
@@ -107,6 +117,10 @@ class Policy(Protocol):
         """
         ...
 
+    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
+        """Returns how long a pool takes for so many tokens of prompts; None while not known."""
+        ...
+
 
 class JointPolicy:
     """The policy of this router."""
@@ -119,23 +133,33 @@ class JointPolicy:
     def choose(self, demand: Demand, now_s: float) -> Choice:
         """Chooses by the least cost over both paths, see `Policy`."""
         fleet, laws = self._fleet, self._table.laws(now_s)
-        cached = self._cached(demand)
-        side = self._decode_side(demand, cached, laws, now_s)
+        cached, tie = self._cached(demand), self._tie()
+        queue = queue_cost(fleet, laws, now_s)
+        side = self._decode_side(demand, cached, tie, now_s)
         ways = []
-        local = _near(side, demand, laws) if demand.has_prefill_pool else side
-        if len(local.rows):
-            ways.append(local_ways(fleet, laws, local, now_s))
+        local = _local_side(side, queue, demand, laws)
+        if local is not None:
+            ways.append(local_ways(fleet, laws, local, queue, demand.num_tokens))
         # In blocks the two paths cannot be compared: a short rest stays where it is cached.
         if demand.has_prefill_pool and (laws.is_fitted or not ways):
-            rows = fleet.usable(Role.PREFILL, demand.excluded, now_s)
-            if len(rows):
-                prompt = self._prompt_side(rows, demand, cached, laws, now_s)
+            usable = fleet.usable(Role.PREFILL, demand.excluded, now_s)
+            if usable.any():
+                uncached = np.maximum(demand.num_tokens - cached, 1.0)
+                time = prefill_cost(laws, uncached, cached)
+                own = queue + time
+                own += tie
+                own[~usable] = np.inf
+                prompt = PromptSide(own=own, queue=queue, time=time, uncached=uncached, tie=tie)
                 ways += self._pairs(prompt, side, laws, now_s)
             elif not ways:
                 raise NoWorker("no prefill worker is available")
         if not ways:
             raise NoWorker("no prefill worker has a compatible decode worker")
-        return self._pick(join_ways(ways), cached, laws, now_s)
+        joined = join_ways(ways)
+        if demand.ttft_slo_s is not None and laws.is_fitted:
+            late = np.maximum(joined.terms[FIRST_TOKEN] - demand.ttft_slo_s, 0.0)
+            joined = replace(joined, rank=joined.rank + MISSED_WEIGHT * late)
+        return self._pick(joined, cached, laws, now_s)
 
     def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
         """Chooses by what is left: the hand-off, the wait for room, the step."""
@@ -143,81 +167,72 @@ class JointPolicy:
         row = fleet.row_of(prefill)
         if row is None:
             raise NoWorker(f"worker {prefill.worker_id} is gone")
-        cached = self._cached(demand)
-        side = self._decode_side(demand, cached, laws, now_s, fleet.group[row])
-        none = np.zeros(1)
-        computed = PromptSide(
-            rows=np.array([row]), queue=none, time=none, num_chunks=np.ones(1), tie=none
-        )
+        cached, tie = self._cached(demand), self._tie()
+        side = self._decode_side(demand, cached, tie, now_s, fleet.group == fleet.group[row])
+        none = np.zeros(fleet.capacity)
+        own = np.full(fleet.capacity, np.inf)
+        own[row] = 0.0
+        computed = PromptSide(own=own, queue=none, time=none, uncached=none + 1.0, tie=none)
         return self._pick(pair_ways(fleet, laws, computed, side, now_s), cached, laws, now_s)
+
+    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
+        """Counts whole steps, shared by all workers of the pool."""
+        fleet, laws = self._fleet, self._table.laws(now_s)
+        usable = fleet.usable(role, (), now_s)
+        if not laws.is_fitted or not usable.any():
+            return None
+        fixed, per_token, per_pair = laws.prefill[:, usable]
+        chunk = fleet.chunk_tokens[usable]
+        token_s = fixed / chunk + per_token + per_pair * chunk / 2
+        return float(num_tokens / (1.0 / token_s).sum())
 
     def _decode_side(
         self,
         demand: Demand,
         cached: FloatArray,
-        laws: Laws,
+        tie: FloatArray,
         now_s: float,
-        group: int | None = None,
+        is_of_group: BoolArray | None = None,
     ) -> DecodeSide:
-        fleet = self._fleet
-        rows = fleet.usable(Role.DECODE, demand.excluded, now_s)
-        if group is not None:
-            rows = rows[fleet.group[rows] == group]
-        if not len(rows):
+        fleet, laws = self._fleet, self._table.laws(now_s)
+        usable = fleet.usable(Role.DECODE, demand.excluded, now_s)
+        if is_of_group is not None:
+            usable &= is_of_group
+        if not usable.any():
             raise NoWorker("no decode worker is available")
-        rows = _that_fit(fleet, rows, demand)
-        uncached = demand.num_tokens - cached[rows]
-        seqs, kv_tokens = load = decode_load(fleet, laws, rows)
+        usable &= self._that_fit(usable, demand)
+        uncached = demand.num_tokens - cached
+        seqs, kv_tokens = load = decode_load(fleet, laws)
         added = demand.num_kv_tokens if laws.is_fitted else uncached
-        step = step_cost(laws, rows, seqs + demand.num_samples, kv_tokens + added)
-        wait = missed = np.zeros(len(rows))
+        step = step_cost(laws, seqs + demand.num_samples, kv_tokens + added)
+        own = step + laws.handoff_per_token * uncached
+        own += tie
+        wait = missed = np.zeros(fleet.capacity)
         if laws.is_fitted:
             need = (demand.num_samples, demand.num_kv_tokens)
-            wait = room_wait_s(fleet, rows, need, load, step * demand.num_expected_tokens)
+            wait = room_wait_s(fleet, need, load, step * demand.num_expected_tokens)
+            own += wait
             if demand.tpot_slo_s is not None:
                 missed = np.maximum(step - demand.tpot_slo_s, 0.0)
-        num_bytes = uncached * fleet.kv_bytes_per_token[rows]
+                own += MISSED_WEIGHT * missed
+        own[~usable] = np.inf
         return DecodeSide(
-            rows=rows,
-            uncached=uncached,
-            cached=cached[rows],
-            num_bytes=num_bytes,
-            seqs=seqs,
-            step=step,
-            wait=wait,
-            missed=missed,
-            transfer=num_bytes * laws.transfer[1].max(),
-            tie=self._tie(rows),
-        )
-
-    def _prompt_side(
-        self, rows: IntArray, demand: Demand, cached: FloatArray, laws: Laws, now_s: float
-    ) -> PromptSide:
-        fleet = self._fleet
-        uncached = np.maximum(demand.num_tokens - cached[rows], 1.0)
-        return PromptSide(
-            rows=rows,
-            queue=queue_cost(fleet, laws, rows, now_s),
-            time=prefill_cost(laws, rows, uncached, cached[rows]),
-            num_chunks=np.ceil(uncached / fleet.chunk_tokens[rows]),
-            tie=self._tie(rows),
+            own=own, uncached=uncached, seqs=seqs, step=step, wait=wait, missed=missed, tie=tie
         )
 
     def _pairs(self, prompt: PromptSide, side: DecodeSide, laws: Laws, now_s: float) -> list[Ways]:
         fleet = self._fleet
-        near, far = fleet.group[prompt.rows], fleet.group[side.rows]
-        if (near == near[0]).all() and (far == near[0]).all():
+        if fleet.num_groups == 1:
             return [pair_ways(fleet, laws, prompt, side, now_s)]
-        return [
-            pair_ways(
-                fleet,
-                laws,
-                prompt.part(np.flatnonzero(near == group)),
-                side.part(np.flatnonzero(far == group)),
-                now_s,
-            )
-            for group in np.intersect1d(near, far)
-        ]
+        ways = []
+        for group in range(fleet.num_groups):
+            others = fleet.group != group
+            near = replace(prompt, own=np.where(others, np.inf, prompt.own))
+            far = replace(side, own=np.where(others, np.inf, side.own))
+            pairs = pair_ways(fleet, laws, near, far, now_s)
+            if len(pairs.rank):
+                ways.append(pairs)
+        return ways
 
     def _cached(self, demand: Demand) -> FloatArray:
         cached = np.zeros(self._fleet.capacity)
@@ -225,20 +240,32 @@ class JointPolicy:
             cached[demand.cached_rows] = np.minimum(demand.cached_tokens, demand.num_tokens)
         return cached
 
-    def _tie(self, rows: IntArray) -> FloatArray:
+    def _tie(self) -> FloatArray:
         """Returns something small that is larger for who was picked later."""
-        tie: FloatArray = self._fleet.last_pick[rows] * (_TIE / (self._fleet.num_picks + 1))
+        tie: FloatArray = self._fleet.last_pick * (_TIE / (self._fleet.num_picks + 1))
         return tie
 
+    def _that_fit(self, usable: BoolArray, demand: Demand) -> BoolArray:
+        fleet = self._fleet
+        # A worker holds whole blocks, so tokens can be compared instead of blocks.
+        fits: BoolArray = fleet.room_tokens >= demand.num_tokens + demand.num_growth_tokens
+        if not (fits & usable).any():
+            largest = int(fleet.total_blocks[usable].max())
+            size = fleet.block_size[usable].max()
+            need = -(-(demand.num_tokens + demand.num_growth_tokens) // int(size))
+            raise TooLong("prompt", need, f"at most {largest} KV blocks with its output")
+        return fits
+
     def _pick(self, ways: Ways, cached: FloatArray, laws: Laws, now_s: float) -> Choice:
-        member, best = self._fleet.member, ways.best()
-        rows = zip(ways.computes[best].tolist(), ways.decodes[best].tolist(), strict=True)
+        keys, best = self._fleet.keys, ways.best()
+        computing, decoding = ways.computes[best].tolist(), ways.decodes[best].tolist()
         pairs = tuple(
-            (None if computes == decode else member(computes).key, member(decode).key)
-            for computes, decode in rows
+            [
+                (None if one == other else keys[one], keys[other])
+                for one, other in zip(computing, decoding, strict=True)
+            ]
         )
-        first = best[0]
-        computes = ways.computes[first]
+        first, computes = best[0], computing[0]
         prefill, decode = pairs[0]
         return Choice(
             prefill=prefill,
@@ -253,22 +280,14 @@ class JointPolicy:
         )
 
 
-def _that_fit(fleet: Fleet, rows: IntArray, demand: Demand) -> IntArray:
-    need = np.ceil((demand.num_tokens + demand.num_growth_tokens) / fleet.block_size[rows])
-    total = fleet.total_blocks[rows]
-    fits = need <= total
-    if fits.all():
-        return rows
-    if not fits.any():
-        limit = f"at most {int(total.max())} KV blocks with its output"
-        raise TooLong("prompt", int(need.min()), limit)
-    fitting: IntArray = rows[fits]
-    return fitting
-
-
-def _near(side: DecodeSide, demand: Demand, laws: Laws) -> DecodeSide:
-    """Returns the decode workers that may prefill the rest themselves."""
+def _local_side(
+    side: DecodeSide, queue: FloatArray, demand: Demand, laws: Laws
+) -> DecodeSide | None:
+    """Returns who may compute the whole prompt, or its rest, and decode; None: nobody."""
+    if not demand.has_prefill_pool:
+        return replace(side, own=side.own + queue) if laws.is_fitted else side
     if not demand.max_local_tokens:
-        return side.part(_NO_ROWS)
-    is_near = (side.uncached <= demand.max_local_tokens) & laws.knows_prefill[side.rows]
-    return side.part(np.flatnonzero(is_near))
+        return None
+    is_near = (side.uncached <= demand.max_local_tokens) & laws.knows_prefill
+    own = np.where(is_near, side.own, np.inf)
+    return replace(side, own=own) if own.min() < np.inf else None

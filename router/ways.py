@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.candidates import TERMS
-from router.cost import Laws, prefill_cost, queue_cost
+from router.candidates import COST, FIRST_TOKEN, MISSED, TERMS
+from router.cost import Laws
 from router.fleet import Fleet, FloatArray, IntArray
 
 SHORT_LIST = 8
@@ -17,71 +17,31 @@ MISSED_WEIGHT = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSide:
-    """Prefill workers, one entry each."""
+    """Who may compute the prompt; arrays of one entry a row."""
 
-    rows: IntArray
+    own: FloatArray
+    """What they are shortened by; infinite where a worker is not to be had."""
     queue: FloatArray
     time: FloatArray
     """Of computing the prompt."""
-    num_chunks: FloatArray
+    uncached: FloatArray
     tie: FloatArray
-
-    @property
-    def own(self) -> FloatArray:
-        """What they are shortened by."""
-        own: FloatArray = self.queue + self.time + self.tie
-        return own
-
-    def part(self, index: IntArray) -> "PromptSide":
-        """Returns some of them."""
-        return PromptSide(
-            rows=self.rows[index],
-            queue=self.queue[index],
-            time=self.time[index],
-            num_chunks=self.num_chunks[index],
-            tie=self.tie[index],
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSide:
-    """Decode workers, one entry each."""
+    """Who may decode; arrays of one entry a row."""
 
-    rows: IntArray
+    own: FloatArray
+    """What they are shortened by; infinite where a worker is not to be had."""
     uncached: FloatArray
-    cached: FloatArray
-    num_bytes: FloatArray
-    """To be handed off."""
     seqs: FloatArray
     """That decode there now."""
     step: FloatArray
     wait: FloatArray
     missed: FloatArray
     """By how much the wanted time per token is missed."""
-    transfer: FloatArray
-    """What the hand-off adds at most, by the slowest sender."""
     tie: FloatArray
-
-    @property
-    def own(self) -> FloatArray:
-        """What they are shortened by."""
-        own: FloatArray = self.wait + self.step + self.transfer + self.tie
-        return own + MISSED_WEIGHT * self.missed
-
-    def part(self, index: IntArray) -> "DecodeSide":
-        """Returns some of them."""
-        return DecodeSide(
-            rows=self.rows[index],
-            uncached=self.uncached[index],
-            cached=self.cached[index],
-            num_bytes=self.num_bytes[index],
-            seqs=self.seqs[index],
-            step=self.step[index],
-            wait=self.wait[index],
-            missed=self.missed[index],
-            transfer=self.transfer[index],
-            tie=self.tie[index],
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,72 +64,81 @@ class Ways:
         return np.argsort(self.rank, kind="stable")[:SHORT_LIST]
 
 
-def shortened(own: FloatArray) -> IntArray:
-    """Returns the best few of a side, in their order there."""
-    if len(own) <= SHORT_LIST:
-        return np.arange(len(own))
-    return np.sort(np.argpartition(own, SHORT_LIST)[:SHORT_LIST])
+def shorten(own: FloatArray) -> IntArray:
+    """Returns the rows of the best few of a side; none that is not to be had."""
+    if len(own) > SHORT_LIST:
+        rows = np.argpartition(own, SHORT_LIST)[:SHORT_LIST]
+        rows.sort()
+    else:
+        rows = np.arange(len(own))
+    best: IntArray = rows[own[rows] < np.inf]
+    return best
 
 
 def pair_ways(
     fleet: Fleet, laws: Laws, prompt: PromptSide, decode: DecodeSide, now_s: float
 ) -> Ways:
-    """Returns all pairs of two sides: prefill there, decode here."""
-    prompt, decode = prompt.part(shortened(prompt.own)), decode.part(shortened(decode.own))
-    shape = len(prompt.rows), len(decode.rows)
-    fixed, per_byte = laws.transfer[:, prompt.rows, None]
-    transfer = fixed + per_byte * decode.num_bytes
-    num_chunks, time = prompt.num_chunks[:, None], prompt.time[:, None]
+    """Returns the pairs of the best of two sides: prefill there, decode here."""
+    near, far = shorten(prompt.own), shorten(decode.own)
+    fixed, per_byte = laws.transfer[:, near, None]
+    transfer = fixed + per_byte * (decode.uncached[far] * fleet.kv_bytes_per_token[far])
+    queue, time = prompt.queue[near, None], prompt.time[near, None]
+    num_chunks = np.ceil(prompt.uncached[near, None] / fleet.chunk_tokens[near, None])
     # All chunks but the last travel while later ones are computed.
     hidden = time * (1.0 - 1.0 / num_chunks)
-    ready = (prompt.queue + prompt.time)[:, None]
-    busy_until_s = np.maximum(
-        fleet.link_until_s[prompt.rows, None], fleet.link_until_s[decode.rows]
-    )
+    ready = queue + time
     landed = ready + np.maximum(transfer - hidden, transfer / num_chunks)
     if laws.is_fitted:
-        landed = np.maximum(landed, busy_until_s - now_s + transfer)
+        until_s = fleet.link_until_s
+        busy_s = np.maximum(until_s[near, None], until_s[far]) - now_s
+        np.maximum(landed, busy_s + transfer, out=landed)
     # Sequences end while the prompt is computed and handed off.
-    wait = np.maximum(decode.wait - landed, 0.0)
-    terms = np.zeros((len(TERMS), *shape))
-    queue, prefill_time, handoff, waits, step, _, first_token, cost, missed = terms
-    queue[:], prefill_time[:], first_token[:] = prompt.queue[:, None], time, ready
-    handoff[:], waits[:], step[:] = landed - ready, wait, decode.step
-    missed[:] = decode.missed
-    cost[:] = landed + wait + decode.step
-    rank = cost + MISSED_WEIGHT * missed + prompt.tie[:, None] + decode.tie
+    wait = np.maximum(decode.wait[far] - landed, 0.0)
+    step, missed = decode.step[far], decode.missed[far]
+    terms = np.zeros((len(TERMS), len(near), len(far)))
+    cost = landed + wait + step
+    for number, values in enumerate((queue, time, landed - ready, wait, step)):
+        terms[number] = values
+    terms[FIRST_TOKEN], terms[COST], terms[MISSED] = ready, cost, missed
+    rank = cost + (prompt.tie[near, None] + (MISSED_WEIGHT * missed + decode.tie[far]))
     return Ways(
-        computes=np.repeat(prompt.rows, shape[1]),
-        decodes=np.tile(decode.rows, shape[0]),
+        computes=near.repeat(len(far)),
+        decodes=far[None].repeat(len(near), axis=0).ravel(),
         terms=terms.reshape(len(TERMS), -1),
         link_until=landed.ravel(),
         rank=rank.ravel(),
     )
 
 
-def local_ways(fleet: Fleet, laws: Laws, decode: DecodeSide, now_s: float) -> Ways:
+def local_ways(
+    fleet: Fleet, laws: Laws, decode: DecodeSide, queue: FloatArray, num_tokens: int
+) -> Ways:
     """Returns the ways on which a decode worker computes what it has not cached by itself."""
-    terms = np.zeros((len(TERMS), len(decode.rows)))
-    queue, prefill_time, _, waits, step, stall, first_token, cost, missed = terms
-    step[:], missed[:] = decode.step, decode.missed
-    cost[:] = decode.step
+    rows = shorten(decode.own)
+    step, missed, seqs = decode.step[rows], decode.missed[rows], decode.seqs[rows]
+    terms = np.zeros((len(TERMS), len(rows)))
+    cost = step
     if laws.is_fitted:
-        uncached = np.maximum(decode.uncached, 1.0)
-        queue[:] = queue_cost(fleet, laws, decode.rows, now_s)
-        prefill_time[:] = prefill_cost(laws, decode.rows, uncached, decode.cached)
+        uncached = np.maximum(decode.uncached[rows], 1.0)
+        queued = queue[rows]
+        fixed, per_token, per_pair = laws.prefill[:, rows]
+        context = num_tokens - 0.5 * uncached
         # Each chunk shares its step with those that decode, and holds all of them up.
-        num_steps = np.ceil(uncached / fleet.chunk_tokens[decode.rows])
-        prefill_time += num_steps * decode.step
-        stall[:] = prefill_time * decode.seqs / (decode.seqs + 1.0)
-        waits[:] = np.maximum(decode.wait - queue, 0.0)
-        first_token[:] = queue + waits + prefill_time
-        cost += first_token + stall
+        num_steps = np.ceil(uncached / fleet.chunk_tokens[rows])
+        time = fixed + uncached * (per_token + per_pair * context) + num_steps * step
+        stall = time * (seqs / (seqs + 1.0))
+        wait = np.maximum(decode.wait[rows] - queued, 0.0)
+        first = queued + wait + time
+        cost = first + stall + step
+        terms[:2], terms[FIRST_TOKEN] = (queued, time), first
+        terms[3], terms[5] = wait, stall
+    terms[4], terms[COST], terms[MISSED] = step, cost, missed
     return Ways(
-        computes=decode.rows,
-        decodes=decode.rows,
+        computes=rows,
+        decodes=rows,
         terms=terms,
-        link_until=np.zeros(len(decode.rows)),
-        rank=cost + MISSED_WEIGHT * missed + decode.tie,
+        link_until=np.zeros(len(rows)),
+        rank=cost + MISSED_WEIGHT * missed + decode.tie[rows],
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.errors import WorkerLost
+from pdserve.predictor.predictor import Predictor
 from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
 from pdserve.request import FrontId, Role, WorkerId
 from pdserve.rpc.v1 import types_pb2, worker_pb2
@@ -18,6 +19,7 @@ from pdserve.timeline import Clock
 from router.fleet import Member, Report
 from router.load_book import LoadBook
 from router.mismatch import find_mismatch
+from router.sample_intake import observe_samples
 from router.worker_key import WorkerKey
 from router.worker_link import WorkerLink
 
@@ -66,10 +68,12 @@ class WorkerPool:
         *,
         silence_s: float,
         max_message_bytes: int,
+        predictor: Predictor | None = None,
     ) -> None:
         """Knows nobody until `poll` was called."""
         self.book = book
         self._fleet = book.fleet
+        self._predictor = Predictor() if predictor is None else predictor
         self.has_prefill_pool = False
         """True from the first prefill worker on: without one, requests then wait."""
         self._registry = registry
@@ -150,9 +154,9 @@ class WorkerPool:
         """Returns who is here, and who of them takes new work, as of now."""
         now_s = self._clock.now()
         usable = {
-            self._fleet.member(row).key
+            self._fleet.keys[row]
             for role in Role
-            for row in self._fleet.usable(role, (), now_s).tolist()
+            for row in self._fleet.usable(role, (), now_s).nonzero()[0].tolist()
         }
         return [WorkerView(key=key, is_available=key in usable) for key in self._links]
 
@@ -260,6 +264,8 @@ class WorkerPool:
         if link is None or load.report == link.last_report:
             return
         link.last_report = load.report
+        record = link.record
+        observe_samples(self._predictor, record.worker_class, record.incarnation, load.samples)
         is_prefill = link.record.role is Role.PREFILL
         report = Report(
             num_queued=load.num_waiting + (load.num_running if is_prefill else 0),

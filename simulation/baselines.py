@@ -49,7 +49,7 @@ class SeparatePolicy:
         decodes = self._decodes(demand, demand.excluded, now_s)
         if not demand.has_prefill_pool:
             return self._choice(None, self._pick(decodes, demand, Role.DECODE), demand)
-        prefills = self._fleet.usable(Role.PREFILL, demand.excluded, now_s)
+        prefills = np.flatnonzero(self._fleet.usable(Role.PREFILL, demand.excluded, now_s))
         if not len(prefills):
             raise NoWorker("no prefill worker is available")
         prefill = self._pick(prefills, demand, Role.PREFILL)
@@ -63,8 +63,12 @@ class SeparatePolicy:
         decodes = self._decodes(demand, demand.excluded, now_s)
         return self._choice(row, self._pick(decodes, demand, Role.DECODE), demand)
 
+    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
+        """Predicts nothing."""
+        return None
+
     def _decodes(self, demand: Demand, excluded: Collection[WorkerKey], now_s: float) -> IntArray:
-        rows = self._fleet.usable(Role.DECODE, excluded, now_s)
+        rows = np.flatnonzero(self._fleet.usable(Role.DECODE, excluded, now_s))
         if not len(rows):
             raise NoWorker("no decode worker is available")
         sizes = self._fleet.total_blocks[rows] * self._fleet.block_size[rows]
@@ -74,16 +78,16 @@ class SeparatePolicy:
         return fitting
 
     def _choice(self, prefill: int | None, decode: int, demand: Demand) -> Choice:
-        member = self._fleet.member
-        pair = (None if prefill is None else member(prefill).key, member(decode).key)
+        fleet = self._fleet
+        pair = (None if prefill is None else fleet.keys[prefill], fleet.keys[decode])
         computes = decode if prefill is None else prefill
-        cached = int(cached_tokens(self._fleet, demand)[computes])
+        cached = int(cached_tokens(fleet, demand)[computes])
         return Choice(
             prefill=pair[0],
             decode=pair[1],
             path="local" if prefill is None else "disaggregated",
             cached_tokens=cached,
-            cached_blocks=cached // member(computes).block_size,
+            cached_blocks=cached // int(fleet.block_size[computes]),
             table=CandidateTable(
                 is_in_seconds=False, terms=np.zeros((1, len(TERMS))), pairs=(pair,)
             ),

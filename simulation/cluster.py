@@ -6,6 +6,7 @@ what it does in between is what `router.recovery` does, without a network.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from decode_worker.occupancy import LetGo
@@ -18,6 +19,7 @@ from prefill_worker.scheduler import PrefillProgress
 from router.admission import Admission
 from router.placer import PlaceQuery
 from router.policy import Choice
+from router.slo import TooLate
 from router.worker_key import WorkerKey
 from simulation.clock import EventQueue, without_collector
 from simulation.decode_node import DecodeNode
@@ -90,17 +92,13 @@ class Cluster:
         """All that live."""
         return (*self._prefills, *self._decodes)
 
-    def check(self) -> None:
-        """Asserts that no worker has lost a block or holds one for nobody."""
-        for prefill in self._prefills.values():
-            prefill.scheduler.check()
-        for decode in self._decodes.values():
-            decode.scheduler.check()
-
     def ledgers(self) -> tuple[SchedulerLedger, ...]:
-        """Returns what each worker holds."""
-        prefills = (node.scheduler.ledger() for node in self._prefills.values())
-        return (*prefills, *(node.scheduler.ledger() for node in self._decodes.values()))
+        """Returns what each worker holds, after asserting that no block is lost."""
+        prefills = [node.scheduler for node in self._prefills.values()]
+        schedulers = [*prefills, *(node.scheduler for node in self._decodes.values())]
+        for scheduler in schedulers:
+            scheduler.check()
+        return tuple(scheduler.ledger() for scheduler in schedulers)
 
     def slow_down(self, worker: WorkerKey, factor: float) -> None:
         """Makes a worker's steps take so many times as long, from its next one on."""
@@ -125,7 +123,7 @@ class Cluster:
     def run(self, workload: Workload, until_s: float = float("inf")) -> ClusterRun:
         """Lets all requests come and returns what became of them."""
         for number, arrival in enumerate(workload.arrivals):
-            self._schedule_arrival(number, arrival)
+            self.queue.at(arrival.at_s, partial(self._arrive, number, arrival))
         with without_collector():
             self.queue.run(until_s)
         for journey in tuple(self._journeys.values()):
@@ -139,9 +137,6 @@ class Cluster:
         return result
 
     # What requests go through, in the order of their lives.
-
-    def _schedule_arrival(self, number: int, arrival: Arrival) -> None:
-        self.queue.at(arrival.at_s, lambda: self._arrive(number, arrival))
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
         prompt = arrival.prompt()
@@ -173,6 +168,9 @@ class Cluster:
             return
         try:
             choice = self._brain.place(self._query(journey))
+        except TooLate:
+            self._finish(journey, Outcome.REFUSED)
+            return
         except NoWorker:
             self.queue.after(RETRY_S, lambda: self._place(journey))
             return
@@ -346,7 +344,15 @@ class Cluster:
             may_be_local=self.shape.max_local_tokens > 0,
             has_prefill_pool=self.shape.num_prefill > 0,
             tpot_slo_s=self.shape.tpot_slo_s,
+            ttft_slo_s=self._ttft_left_s(journey),
         )
+
+    def _ttft_left_s(self, journey: Journey) -> float | None:
+        """Returns the time in which its first token is wanted; None if none is, or it came."""
+        wanted_s = self.shape.ttft_slo_s
+        if wanted_s is None or journey.first_s is not None or journey.request.attempt > 1:
+            return None
+        return wanted_s - (self.queue.now() - journey.arrival.at_s)
 
     def _keep_holders(self, journey: Journey) -> None:
         holders = tuple(key for key in (journey.prefill, journey.decode) if key is not None)

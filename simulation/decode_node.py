@@ -9,7 +9,6 @@ A step that the scheduler must plan (a prompt is computed here, or blocks run sh
 What lands while a step is in flight joins at its end, as in the engine.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,13 +16,12 @@ from decode_worker.admission import Grant, Refusal
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.skipping import TokenMaker
 from pdserve.engine.batch import StepPlan, StepResult
 from pdserve.request import Request, RequestId, SampledToken
 from router.worker_key import WorkerKey
 from simulation.clock import EventQueue
 from simulation.pace import Pace, RunTime
-
-TokenMaker = Callable[[Request], int]
 
 
 class DecodeOutlet(Protocol):
@@ -133,7 +131,7 @@ class DecodeNode:
         for request in started:
             token = self._make_token(request)
             self.scheduler.start(request.request_id, request.attempt, {request.sample_index: token})
-        num_steps = self.scheduler.next_event_horizon() if self._skips_steps else 0
+        num_steps = self.scheduler.skipper.next_event_horizon() if self._skips_steps else 0
         if num_steps:
             end_s = self._begin_run(num_steps)
         else:
@@ -147,8 +145,9 @@ class DecodeNode:
             self._outlet.has_started(self, request, end_s)
 
     def _begin_run(self, num_steps: int) -> float:
-        num_sequences = self.scheduler.num_running
-        time = self.pace.run_time(num_sequences, self.scheduler.num_running_tokens)
+        skipper = self.scheduler.skipper
+        num_sequences = skipper.num_running
+        time = self.pace.run_time(num_sequences, skipper.num_kv_tokens)
         self._run = _Run(self._queue.now(), num_steps, num_sequences, time)
         self._schedule_run_end()
         return self._run.begin_s + time.first_s
@@ -184,7 +183,7 @@ class DecodeNode:
         total_s = run.time.total_s(num_steps)
         self.busy_s += total_s
         self._outlet.has_stepped(num_steps * run.num_sequences, total_s / num_steps)
-        ended = self.scheduler.skip_steps(num_steps, total_s / num_steps, self._make_token)
+        ended = self.scheduler.skipper.skip_steps(num_steps, total_s / num_steps, self._make_token)
         for request in ended:
             self._outlet.has_ended(self, request)
 
@@ -194,7 +193,7 @@ class DecodeNode:
         if run is None:
             return
         # Each sequence has room for its next token: reservations leave it.
-        horizon = max(1, self.scheduler.next_event_horizon())
+        horizon = max(1, self.scheduler.skipper.next_event_horizon())
         if horizon < run.num_steps:
             run.num_steps = horizon
             self._schedule_run_end()

@@ -30,6 +30,8 @@ class ClusterShape:
     """What the router does before it dispatches."""
     tpot_slo_s: float | None = None
     """What the router is told of the wanted time per token."""
+    ttft_slo_s: float | None = None
+    """A request whose first token is predicted later than this is refused; None: none is."""
     hold_s: float = 20.0
     """Computed KV waits so long for a decode worker."""
     skips_steps: bool = True

@@ -59,12 +59,12 @@ def run_skipping(scheduler: DecodeScheduler, num_steps: int) -> list[tuple[int, 
     seen: list[tuple[int, str]] = []
     number = 0
     while number < num_steps:
-        count = min(scheduler.next_event_horizon(), num_steps - number)
+        count = min(scheduler.skipper.next_event_horizon(), num_steps - number)
         if not count:
             seen += [(number, one) for one in step(scheduler)]
             number += 1
             continue
-        ended = scheduler.skip_steps(count, 0.01, token_of)
+        ended = scheduler.skipper.skip_steps(count, 0.01, token_of)
         number += count
         seen += [(number - 1, request.request_id) for request in ended]
         scheduler.check()
@@ -96,7 +96,7 @@ def test_skipped_steps_leave_what_step_after_step_leaves(seed: int):
         )
         assert land(stepwise, request) == land(skipping, request)
         num_steps = numbers.randrange(12)
-        num_skipped += skipping.next_event_horizon()
+        num_skipped += skipping.skipper.next_event_horizon()
         assert run_stepwise(stepwise, num_steps) == run_skipping(skipping, num_steps)
         assert state_of(stepwise) == state_of(skipping)
     assert num_skipped > 20
@@ -106,9 +106,9 @@ def test_the_horizon_ends_with_the_first_sequence_to_end():
     scheduler = make_scheduler()
     land(scheduler, make_request("a", 5, max_tokens=9))
     land(scheduler, make_request("b", 5, max_tokens=4))
-    assert scheduler.next_event_horizon() == 3
-    assert [one.request_id for one in scheduler.skip_steps(3, 0.01, token_of)] == ["b"]
-    assert scheduler.next_event_horizon() == 5
+    assert scheduler.skipper.next_event_horizon() == 3
+    assert [one.request_id for one in scheduler.skipper.skip_steps(3, 0.01, token_of)] == ["b"]
+    assert scheduler.skipper.next_event_horizon() == 5
 
 
 def test_the_horizon_ends_where_blocks_run_short():
@@ -116,28 +116,28 @@ def test_the_horizon_ends_where_blocks_run_short():
     land(scheduler, make_request("a", 4, max_tokens=12))
     land(scheduler, make_request("b", 4, max_tokens=12))
     # Each has a block to grow into; then one is left for both.
-    assert scheduler.next_event_horizon() == 4
-    scheduler.skip_steps(4, 0.01, token_of)
-    assert scheduler.next_event_horizon() == 0
+    assert scheduler.skipper.next_event_horizon() == 4
+    scheduler.skipper.skip_steps(4, 0.01, token_of)
+    assert scheduler.skipper.next_event_horizon() == 0
     assert step(scheduler) == ["b let go at 5"]
 
 
 def test_nothing_is_skipped_while_a_prompt_waits_or_a_step_flies():
     scheduler = make_scheduler()
-    assert scheduler.next_event_horizon() == 0
+    assert scheduler.skipper.next_event_horizon() == 0
     land(scheduler, make_request("a", 5, max_tokens=9))
     scheduler.submit_local(make_request("b", 5, max_tokens=9))
-    assert scheduler.next_event_horizon() == 0
+    assert scheduler.skipper.next_event_horizon() == 0
     step(scheduler)
-    assert scheduler.next_event_horizon() == 7
+    assert scheduler.skipper.next_event_horizon() == 7
     assert scheduler.plan_step() is not None
-    assert scheduler.next_event_horizon() == 0
+    assert scheduler.skipper.next_event_horizon() == 0
 
 
 def test_a_pipeline_skips_nothing():
     scheduler = make_scheduler(num_stages=2)
     land(scheduler, make_request("a", 5, max_tokens=9))
-    assert scheduler.next_event_horizon() == 0
+    assert scheduler.skipper.next_event_horizon() == 0
 
 
 def test_samples_that_share_a_block_are_planned():
@@ -145,6 +145,6 @@ def test_samples_that_share_a_block_are_planned():
     request = make_request("a", 5, max_tokens=9, n=2)
     assert isinstance(scheduler.reserve(request), Grant)
     scheduler.start(RequestId("a"), 1, {0: 7, 1: 7})
-    assert scheduler.next_event_horizon() == 0
+    assert scheduler.skipper.next_event_horizon() == 0
     step(scheduler)
-    assert scheduler.next_event_horizon() == 7
+    assert scheduler.skipper.next_event_horizon() == 7
