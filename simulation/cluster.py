@@ -11,11 +11,12 @@ from itertools import count
 
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
+from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.prefill_actions import PrefillStage
 from pdserve.engine.scheduler import SchedulerLedger, Stage
 from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
 from pdserve.request import Incarnation, Request, RequestId, Role, SamplingParams, WorkerId
-from prefill_worker.scheduler import PrefillProgress
+from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
 from router.admission import Admission
 from router.placer import PlaceQuery
 from router.policy import Choice
@@ -94,8 +95,10 @@ class Cluster:
 
     def ledgers(self) -> tuple[SchedulerLedger, ...]:
         """Returns what each worker holds, after asserting that no block is lost."""
-        prefills = [node.scheduler for node in self._prefills.values()]
-        schedulers = [*prefills, *(node.scheduler for node in self._decodes.values())]
+        schedulers: list[PrefillScheduler | DecodeScheduler] = [
+            *(node.scheduler for node in self._prefills.values()),
+            *(node.scheduler for node in self._decodes.values()),
+        ]
         for scheduler in schedulers:
             scheduler.check()
         return tuple(scheduler.ledger() for scheduler in schedulers)
