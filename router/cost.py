@@ -66,6 +66,20 @@ class LawTable:
             self._version, self._made_at_s = self._fleet.version, now_s
         return laws
 
+    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
+        """Returns how long a pool takes for so many tokens of prompts; None while not known.
+
+        Counts whole steps, shared by all workers of the pool.
+        """
+        fleet, laws = self._fleet, self.laws(now_s)
+        usable = fleet.usable(role, (), now_s)
+        if not laws.is_fitted or not usable.any():
+            return None
+        fixed, per_token, per_pair = laws.prefill[:, usable]
+        chunk = fleet.chunk_tokens[usable]
+        token_s = fixed / chunk + per_token + per_pair * chunk / 2
+        return float(num_tokens / (1.0 / token_s).sum())
+
     def _make(self) -> Laws:
         fleet = self._fleet
         columns: dict[type[Sample], FloatArray] = {

@@ -93,7 +93,7 @@ class LoadShare:
         """Returns what this front has at each worker, as JSON; empty when that is nothing."""
         fleet = self._fleet
         figures = np.vstack((fleet.queue, fleet.num_seqs, fleet.kv_tokens))
-        rows = figures.any(axis=0).nonzero()[0].tolist()
+        rows = np.flatnonzero(figures.any(axis=0)).tolist()
         found = {fleet.keys[row].worker_id: figures[:, row].tolist() for row in rows}
         return json.dumps(found) if found else ""
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pdserve.request import RequestId, Role
 from pdserve.timeline import Clock
-from router.cost import prefill_terms
+from router.cost import LawTable, prefill_terms
 from router.load_book import DecodeCharge, LoadBook
 from router.policy import Choice, Demand, Policy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex
@@ -98,6 +98,7 @@ class InProcessPlacer:
         index: PrefixIndex,
         clock: Clock,
         max_local_tokens: int = 0,
+        table: LawTable | None = None,
     ) -> None:
         """Takes the parts it works on; it alone writes the index.
 
@@ -107,12 +108,14 @@ class InProcessPlacer:
             index: who holds which prefix.
             clock: the time of choices.
             max_local_tokens: uncached tokens that a decode worker may prefill; 0: none.
+            table: predicts waits before a turn; None: nobody is refused for them.
         """
         self._policy = policy
         self._book = book
         self._index = index
         self._clock = clock
         self._max_local_tokens = max_local_tokens
+        self._table = table
         self._mean_output_tokens = FIRST_GUESS_TOKENS
 
     async def place(self, query: PlaceQuery) -> Choice:
@@ -145,10 +148,10 @@ class InProcessPlacer:
 
     def check_wait(self, query: PlaceQuery, num_tokens_before: int) -> None:
         """Checks the time that those before it take; nothing is refused while it is not known."""
-        if query.ttft_slo_s is None or not num_tokens_before:
+        if query.ttft_slo_s is None or not num_tokens_before or self._table is None:
             return
         role = Role.PREFILL if query.has_prefill_pool else Role.DECODE
-        wait_s = self._policy.drain_s(num_tokens_before, role, self._clock.now())
+        wait_s = self._table.drain_s(num_tokens_before, role, self._clock.now())
         if wait_s is not None:
             _check_ttft(wait_s, query.ttft_slo_s)
 

@@ -117,10 +117,6 @@ class Policy(Protocol):
         """
         ...
 
-    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
-        """Returns how long a pool takes for so many tokens of prompts; None while not known."""
-        ...
-
 
 class JointPolicy:
     """The policy of this router."""
@@ -174,17 +170,6 @@ class JointPolicy:
         own[row] = 0.0
         computed = PromptSide(own=own, queue=none, time=none, uncached=none + 1.0, tie=none)
         return self._pick(pair_ways(fleet, laws, computed, side, now_s), cached, laws, now_s)
-
-    def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
-        """Counts whole steps, shared by all workers of the pool."""
-        fleet, laws = self._fleet, self._table.laws(now_s)
-        usable = fleet.usable(role, (), now_s)
-        if not laws.is_fitted or not usable.any():
-            return None
-        fixed, per_token, per_pair = laws.prefill[:, usable]
-        chunk = fleet.chunk_tokens[usable]
-        token_s = fixed / chunk + per_token + per_pair * chunk / 2
-        return float(num_tokens / (1.0 / token_s).sum())
 
     def _decode_side(
         self,

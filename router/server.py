@@ -152,6 +152,7 @@ class RouterFront:
         book = LoadBook(fleet, clock)
         self._share = None if loads is None else LoadShare(self.front_id, fleet, loads, clock)
         self.predictor = Predictor(read_profiles(config.profiles))
+        table = LawTable(fleet, self.predictor)
         self.pool = WorkerPool(
             registry,
             self.front_id,
@@ -164,11 +165,12 @@ class RouterFront:
         self.dispatcher = Dispatcher(
             self.pool,
             InProcessPlacer(
-                JointPolicy(fleet, LawTable(fleet, self.predictor)),
+                JointPolicy(fleet, table),
                 book,
                 PrefixIndex(),
                 clock,
                 config.local_prefill_tokens,
+                table,
             ),
             Admission(config.max_queued, config.max_in_flight),
             clock,

@@ -260,7 +260,7 @@ class WorkerPool:
 
     def _take_load(self, worker: WorkerKey, load: types_pb2.WorkerLoad) -> None:
         link = self._links.get(worker)
-        # The stream repeats a report until the rank has made the next one.
+        # A stream that was opened anew repeats the last report.
         if link is None or load.report == link.last_report:
             return
         link.last_report = load.report

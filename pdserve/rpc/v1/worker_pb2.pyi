@@ -596,7 +596,7 @@ class StreamBatch(_message.Message):
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUpdate]: ...
     @_builtins.property
     def load(self) -> _types_pb2.WorkerLoad:
-        """Sent at least every half second."""
+        """In the first message, and whenever there is a new report."""
 
     def __init__(
         self,

@@ -34,7 +34,8 @@ class Scene:
         self.clock = ManualClock()
         self.fleet = Fleet()
         self.book = LoadBook(self.fleet, self.clock)
-        self.policy = JointPolicy(self.fleet, LawTable(self.fleet, Predictor(profiles)))
+        self.table = LawTable(self.fleet, Predictor(profiles))
+        self.policy = JointPolicy(self.fleet, self.table)
         for name in names:
             self.add(name)
 
@@ -252,9 +253,9 @@ def test_a_wanted_first_token_prefers_who_can_make_it() -> None:
 
 def test_a_pool_drains_as_fast_as_all_its_workers() -> None:
     scene = Scene("p0", "p1", "d0")
-    seconds = scene.policy.drain_s(20_000, Role.PREFILL, 0.0)
+    seconds = scene.table.drain_s(20_000, Role.PREFILL, 0.0)
     assert seconds == pytest.approx(1.0, rel=0.02)
-    assert Scene("p0", "d0", profiles=()).policy.drain_s(1, Role.PREFILL, 0.0) is None
+    assert Scene("p0", "d0", profiles=()).table.drain_s(1, Role.PREFILL, 0.0) is None
 
 
 def test_rows_are_reused_and_forget_their_last_worker() -> None:
