@@ -112,6 +112,17 @@ class StepPace:
         took_s, self._ended_s = now_s - begun_s, now_s
         self._step_s = took_s if self._step_s is None else 0.8 * self._step_s + 0.2 * took_s
 
+    def note_steps(self, num_steps: int, step_s: float) -> None:
+        """Books so many steps that have just ended.
+
+        Args:
+            num_steps: steps.
+            step_s: mean time of one.
+        """
+        self._ended_s = self._clock.now()
+        old_s = step_s if self._step_s is None else self._step_s
+        self._step_s = step_s + 0.8**num_steps * (old_s - step_s)
+
     def retry_hint_s(self, remaining_tokens: Iterable[int]) -> float:
         """Returns after how long room may be there: when the first running sequence may end.
 

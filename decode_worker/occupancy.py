@@ -15,6 +15,7 @@ from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.flights import Flights
 from pdserve.engine.scheduler import (
+    ChainMaker,
     SchedulerCounters,
     SchedulerLedger,
     SchedulerLoad,
@@ -48,9 +49,16 @@ class Occupancy:
     """The sequences, queue and blocks of one decode replica. Engine thread only."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, revision: str, *, max_waiting: int
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        revision: str,
+        *,
+        max_waiting: int,
+        make_chain: ChainMaker,
     ) -> None:
         """Starts empty."""
+        self._make_chain = make_chain
         self._block_size = config.block_size
         self._revision = revision
         self.cache = PrefixCache(BlockPool(num_blocks), is_enabled=config.enable_prefix_caching)
@@ -65,7 +73,7 @@ class Occupancy:
 
     def chain(self, request: Request) -> HashChain:
         """Hashes a request's tokens."""
-        return HashChain(request.token_ids, self._block_size, request.tenant_salt, self._revision)
+        return self._make_chain(request, self._block_size, self._revision)
 
     def need(self, request: Request) -> BlockNeed:
         """Returns the blocks a request needs at its start and at its longest."""

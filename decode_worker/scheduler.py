@@ -19,15 +19,18 @@ from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
 from decode_worker.occupancy import LetGo, Occupancy
 from decode_worker.planner import StepPlanner
 from decode_worker.progress import DecodeProgress, make_progress, make_sample_progress
+from decode_worker.skipping import StepSkipper
 from pdserve.cache.cached_granules import CachedGranules
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import ONE_STAGE, Lookahead, SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
+    ChainMaker,
     SchedulerCounters,
     SchedulerLedger,
     SchedulerLoad,
     SequenceState,
     Stage,
+    hash_request,
 )
 from pdserve.errors import InvalidField, LocalPrefillRefused, TooLong
 from pdserve.request import (
@@ -42,7 +45,7 @@ from pdserve.timeline import Clock
 class DecodeScheduler:
     """The batch, the reservations and the blocks of one decode replica. Engine thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         config: EngineConfig,
         num_blocks: int,
@@ -52,6 +55,7 @@ class DecodeScheduler:
         max_waiting: int,
         max_local_prefill_tokens: int | None,
         lookahead: Lookahead = ONE_STAGE,
+        make_chain: ChainMaker = hash_request,
     ) -> None:
         """Starts idle.
 
@@ -63,13 +67,18 @@ class DecodeScheduler:
             max_waiting: requests that wait to be prefilled here; one more is refused.
             max_local_prefill_tokens: prompt tokens computed here for one request; None: any.
             lookahead: what may be planned while steps are in flight.
+            make_chain: names the blocks of a request; a simulator has a cheaper way.
         """
         self._config = config
         self._clock = clock
         self._max_local_prefill_tokens = max_local_prefill_tokens
-        self._occupancy = Occupancy(config, num_blocks, revision, max_waiting=max_waiting)
+        self._occupancy = Occupancy(
+            config, num_blocks, revision, max_waiting=max_waiting, make_chain=make_chain
+        )
         self._planner = StepPlanner(config, self._occupancy, clock, lookahead)
         self._pace = StepPace(clock)
+        self.skipper = StepSkipper(config, self._occupancy, self._pace, lookahead.num_stages)
+        """Books steps at once, for simulators."""
 
     def tell_cached(self, granules: CachedGranules) -> None:
         """Tells from now on what is cached here; nothing is yet."""

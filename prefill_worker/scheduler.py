@@ -13,7 +13,6 @@ token of them. What a step computed counts, and enters the prefix cache, when it
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from pdserve.cache.block_hash import HashChain
 from pdserve.cache.block_pool import BlockPool
 from pdserve.cache.cached_granules import CachedGranules
 from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
@@ -21,6 +20,7 @@ from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
 from pdserve.engine.flights import Flights
 from pdserve.engine.scheduler import (
+    ChainMaker,
     SchedulerCounters,
     SchedulerLedger,
     SchedulerLoad,
@@ -31,6 +31,7 @@ from pdserve.engine.scheduler import (
     WaitingLanes,
     check_references,
     chunk_budget,
+    hash_request,
     make_slice,
     max_hit_blocks,
     num_blocks_for,
@@ -76,7 +77,7 @@ class PrefillProgress:
 class PrefillScheduler:
     """The queue, the chunks and the blocks of one prefill replica. Engine thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         config: EngineConfig,
         num_blocks: int,
@@ -86,6 +87,7 @@ class PrefillScheduler:
         max_waiting: int,
         look_ahead: int,
         num_stages: int = 1,
+        make_chain: ChainMaker = hash_request,
     ) -> None:
         """Starts idle.
 
@@ -97,7 +99,9 @@ class PrefillScheduler:
             max_waiting: requests in the queue; one more is refused.
             look_ahead: queued requests that ask for their reservation before they are computed.
             num_stages: of the pipeline.
+            make_chain: names the blocks of a request; a simulator has a cheaper way.
         """
+        self._make_chain = make_chain
         self._config = config
         self._revision = revision
         self._clock = clock
@@ -153,9 +157,7 @@ class PrefillScheduler:
         if older is not None:
             self._drop(older)
         self._lanes.require_room()
-        chain = HashChain(
-            request.token_ids, self._config.block_size, request.tenant_salt, self._revision
-        )
+        chain = self._make_chain(request, self._config.block_size, self._revision)
         self._lanes.push(self._roster.add(request, chain, Stage.WAITING, self._clock.now()))
 
     def cancel(self, request_id: RequestId, attempt: int | None = None) -> bool:

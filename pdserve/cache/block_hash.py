@@ -82,6 +82,10 @@ class HashChain:
         if len(self._token_ids) % self.block_size == 0:
             self.extend(())
 
+    def append_copies(self, token_id: int, count: int) -> None:
+        """Appends one token so many times: what many steps at once do in a simulation."""
+        self.extend((token_id,) * count)
+
     def fork(self) -> "HashChain":
         """Returns a chain of the same tokens that grows by itself."""
         twin = HashChain((), self.block_size, b"", "")

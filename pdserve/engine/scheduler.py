@@ -4,7 +4,7 @@ Plain data on an injected clock. A scheduler belongs to the engine thread; nothi
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -146,6 +146,15 @@ class SchedulerCounters:
     preemptions: int = 0
     stale_refused: int = 0
     """Calls that meant a fenced attempt."""
+
+
+ChainMaker = Callable[[Request, int, str], HashChain]
+"""Makes the chain of a request's tokens, given the block size and the model's revision."""
+
+
+def hash_request(request: Request, block_size: int, revision: str) -> HashChain:
+    """Hashes a request's tokens."""
+    return HashChain(request.token_ids, block_size, request.tenant_salt, revision)
 
 
 class SequenceRoster:

@@ -1,0 +1,161 @@
+"""`pdserve plan`: how many workers a trace needs, found by simulating it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.errors import ConfigError
+from simulation.page import COLUMNS, cells_of, make_page
+from simulation.profile_files import find_profile
+from simulation.report import Slo
+from simulation.sampling import take_busiest
+from simulation.search import Plan, Search, Trial
+from simulation.traces import read_trace
+from simulation.workload import limit_lengths, scale_lengths, scale_rate
+
+EXIT_NO_PLAN = 3
+_WIDTH = 140
+
+
+def plan(
+    trace: Annotated[Path, typer.Option(help="A Mooncake .jsonl or Azure .csv trace, maybe .gz.")],
+    model: Annotated[str, typer.Option(help="The model that the profiles are of.")],
+    gpu: Annotated[
+        list[str],
+        typer.Option(help="A profile: a file of `pdserve profile`, or a device we have one of."),
+    ],
+    slo: Annotated[
+        str, typer.Option(help="Objectives in seconds: ttft=2,tpot=0.05.")
+    ] = "ttft=2,tpot=0.05",
+    attainment: Annotated[
+        float, typer.Option(help="Share of requests that must keep both.", min=0.01, max=1.0)
+    ] = 0.95,
+    requests: Annotated[
+        int, typer.Option(help="Requests of the trace's busiest stretch to simulate.", min=10)
+    ] = 800,
+    rate: Annotated[float, typer.Option(help="Speeds the trace up.", min=0.001)] = 1.0,
+    divide_lengths: Annotated[
+        float, typer.Option(help="Divides all lengths; what is shared still is.", min=0.01)
+    ] = 1.0,
+    max_workers: Annotated[int, typer.Option(help="Of both pools.", min=2)] = 256,
+    output: Annotated[Path | None, typer.Option(help="Writes the plan as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Writes a page with curves (HTML).")] = None,
+) -> int:
+    """Plans both pools for a trace: sizes, goodput, latencies, cost. Needs no GPU."""
+    objectives = parse_slo(slo)
+    profiles = tuple(find_profile(name, model) for name in gpu)
+    workload = read_trace(trace)
+    if divide_lengths != 1.0:
+        workload = scale_lengths(workload, divide_lengths)
+    if rate != 1.0:
+        workload = scale_rate(workload, rate)
+    workload = limit_lengths(workload, min(profile.kv_tokens for profile in profiles))
+    if not workload.arrivals:
+        raise ConfigError(f"trace: no request of {workload.name} fits a worker")
+    console = Console(stderr=True, soft_wrap=True)
+    sample = take_busiest(workload, requests)
+    console.print(f"Simulating {sample.text}.")
+    search = Search(
+        sample=sample,
+        slo=objectives,
+        attainment=attainment,
+        max_workers=max_workers,
+        note=lambda trial: _tell(console, trial),
+    )
+    found = search.run(profiles)
+    _show(Console(width=_WIDTH), found, model)
+    if output is not None:
+        output.write_text(json.dumps(plan_to_json(found, model), indent=1) + "\n", "utf-8")
+    if plot is not None:
+        plot.write_text(make_page(found, model), encoding="utf-8")
+    return 0 if found.chosen is not None else EXIT_NO_PLAN
+
+
+def parse_slo(text: str) -> Slo:
+    """Reads `ttft=2,tpot=0.05`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            values[name] = float(value)
+        except ValueError:
+            values[name] = 0.0
+        if name not in ("ttft", "tpot") or not 0 < values[name] < float("inf"):
+            raise ConfigError(f"slo must be like ttft=2,tpot=0.05 (seconds), got {text!r}")
+    if len(values) != 2:
+        raise ConfigError(f"slo must name ttft and tpot, got {text!r}")
+    return Slo(ttft_s=values["ttft"], tpot_s=values["tpot"])
+
+
+def plan_to_json(found: Plan, model: str) -> dict[str, object]:
+    """Returns what the file holds."""
+    return {
+        "model": model,
+        "simulated": found.sample,
+        "slo": asdict(found.slo),
+        "attainment": found.attainment,
+        "hopeless_share": found.hopeless_share,
+        "chosen": None if found.chosen is None else _trial_to_json(found.chosen),
+        "trials": [_trial_to_json(trial) for trial in found.trials],
+        "frontier": [_trial_to_json(trial) for trial in found.frontier],
+    }
+
+
+def _trial_to_json(trial: Trial) -> dict[str, object]:
+    return {
+        "worker_class": trial.profile.worker_class,
+        "num_prefill": trial.num_prefill,
+        "num_decode": trial.num_decode,
+        "num_gpus": trial.num_gpus,
+        "rate": trial.rate,
+        **asdict(trial.report),
+    }
+
+
+def _tell(console: Console, trial: Trial) -> None:
+    console.print(
+        f"  {trial.num_prefill} : {trial.num_decode} of {trial.profile.worker_class} at "
+        f"{trial.rate:g} x: {trial.report.attainment:.1%} keep both",
+        highlight=False,
+    )
+
+
+def _show(console: Console, found: Plan, model: str) -> None:
+    slo = found.slo
+    title = (
+        f"{model}: TTFT <= {slo.ttft_s:g} s and TPOT <= {1000 * slo.tpot_s:g} ms for "
+        f"{found.attainment:.0%} of the requests"
+    )
+    table = Table(title=title)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for trial in found.trials:
+        table.add_row(*cells_of(trial), style="bold green" if trial is found.chosen else None)
+    if found.frontier:
+        table.add_section()
+        for trial in found.frontier:
+            if trial is not found.chosen:
+                table.add_row(*cells_of(trial), style="dim")
+    console.print(table)
+    if found.hopeless_share:
+        console.print(
+            f"{found.hopeless_share:.1%} of the requests cannot keep the TTFT even on idle workers."
+        )
+    chosen = found.chosen
+    if chosen is None:
+        console.print("No plan within the limits keeps the objectives.")
+        return
+    console.print(
+        f"Plan: {chosen.num_prefill} prefill and {chosen.num_decode} decode workers, "
+        f"{chosen.num_gpus} GPUs, {chosen.report.goodput_per_s:.2f} good requests/s, "
+        f"{chosen.report.gpu_s_per_million_tokens:.0f} GPU seconds per 1M tokens."
+    )

@@ -1,0 +1,399 @@
+"""A cluster in virtual time: one router, both pools, the links between them.
+
+The router here decides nothing by itself: admission and policy are the modules of production, and
+what it does in between is what `router.recovery` does, without a network.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+from decode_worker.occupancy import LetGo
+from decode_worker.progress import DecodeProgress
+from decode_worker.scheduler import DecodeScheduler
+from kv_transfer.prefill_actions import PrefillStage
+from pdserve.engine.scheduler import SchedulerLedger, Stage
+from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
+from pdserve.request import Incarnation, Request, RequestId, Role, SamplingParams, WorkerId
+from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
+from router.admission import Admission
+from router.placer import PlaceQuery
+from router.policy import Choice
+from router.slo import TooLate
+from router.worker_key import WorkerKey
+from simulation.clock import EventQueue, without_collector
+from simulation.decode_node import DecodeNode
+from simulation.handoffs import Handoff, Handoffs
+from simulation.journey import Journey, Outcome
+from simulation.pace import Pace
+from simulation.piece_chain import PieceChain
+from simulation.prefill_node import PrefillNode
+from simulation.routing import Brain, PolicyMaker, make_joint_policy
+from simulation.schedulers import make_decode_scheduler, make_prefill_scheduler
+from simulation.shape import ClusterRun, ClusterShape
+from simulation.workload import Arrival, Workload
+
+_FIRST_OUTPUT_CONTENT = 2**31
+RETRY_S = 0.05
+MAX_ATTEMPTS = 5
+
+
+class Cluster:
+    """All parts, and the router's share of every request."""
+
+    def __init__(self, shape: ClusterShape, make_policy: PolicyMaker = make_joint_policy) -> None:
+        """Starts the workers; nothing arrives yet."""
+        self.shape = shape
+        self.queue = EventQueue()
+        self._brain = Brain(
+            {
+                shape.prefill.worker_class: shape.prefill,
+                shape.decode.worker_class: shape.decode,
+            }.values(),
+            self.queue,
+            make_policy=make_policy,
+            max_local_tokens=shape.max_local_tokens,
+        )
+        self._admission = Admission(shape.max_queued, shape.max_in_flight)
+        self._handoffs = Handoffs(shape.prefill, shape.control_s, self.queue, self)
+        self._prefills: dict[WorkerKey, PrefillNode] = {}
+        self._decodes: dict[WorkerKey, DecodeNode] = {}
+        self._journeys: dict[RequestId, Journey] = {}
+        self._incarnations = count(1)
+        self.run_so_far = ClusterRun()
+        for number in range(shape.num_prefill):
+            self.add_worker(Role.PREFILL, WorkerId(f"prefill-{number}"))
+        for number in range(shape.num_decode):
+            self.add_worker(Role.DECODE, WorkerId(f"decode-{number}"))
+
+    def add_worker(self, role: Role, worker_id: WorkerId) -> WorkerKey:
+        """Starts a worker, which takes requests at once."""
+        key = WorkerKey(worker_id, Incarnation(next(self._incarnations)))
+        profile = self.shape.prefill if role is Role.PREFILL else self.shape.decode
+        if role is Role.PREFILL:
+            prefill = make_prefill_scheduler(self.shape, self.queue, self._chain_of)
+            self._prefills[key] = PrefillNode(key, prefill, Pace(profile), self.queue, self)
+        else:
+            decode = make_decode_scheduler(self.shape, self.queue, self._chain_of)
+            self._decodes[key] = DecodeNode(
+                key,
+                decode,
+                Pace(profile),
+                self.queue,
+                self,
+                self._token_of,
+                skips_steps=self.shape.skips_steps,
+            )
+        self._brain.join(key, role, profile)
+        return key
+
+    @property
+    def workers(self) -> tuple[WorkerKey, ...]:
+        """All that live."""
+        return (*self._prefills, *self._decodes)
+
+    def ledgers(self) -> tuple[SchedulerLedger, ...]:
+        """Returns what each worker holds, after asserting that no block is lost."""
+        schedulers: list[PrefillScheduler | DecodeScheduler] = [
+            *(node.scheduler for node in self._prefills.values()),
+            *(node.scheduler for node in self._decodes.values()),
+        ]
+        for scheduler in schedulers:
+            scheduler.check()
+        return tuple(scheduler.ledger() for scheduler in schedulers)
+
+    def slow_down(self, worker: WorkerKey, factor: float) -> None:
+        """Makes a worker's steps take so many times as long, from its next one on."""
+        node = self._prefills.get(worker) or self._decodes[worker]
+        node.pace.slowness = factor
+
+    def kill(self, worker: WorkerKey) -> None:
+        """Ends a worker's process; the router finds out a while later."""
+        lost: tuple[LetGo, ...] = ()
+        if worker in self._prefills:
+            prefill = self._prefills.pop(worker)
+            prefill.is_dead = True
+            self._note_busy(Role.PREFILL, prefill.busy_s)
+        else:
+            decode = self._decodes.pop(worker)
+            decode.book_until_now()
+            decode.is_dead = True
+            self._note_busy(Role.DECODE, decode.busy_s)
+            lost = decode.scheduler.drain()
+        self.queue.after(self.shape.detect_s, lambda: self._lost_worker(worker, lost))
+
+    def run(self, workload: Workload, until_s: float = float("inf")) -> ClusterRun:
+        """Lets all requests come and returns what became of them."""
+        for number, arrival in enumerate(workload.arrivals):
+            self.queue.at(arrival.at_s, partial(self._arrive, number, arrival))
+        with without_collector():
+            self.queue.run(until_s)
+        for journey in tuple(self._journeys.values()):
+            self._finish(journey, Outcome.UNFINISHED)
+        result = self.run_so_far
+        for prefill in self._prefills.values():
+            self._note_busy(Role.PREFILL, prefill.busy_s)
+        for decode in self._decodes.values():
+            self._note_busy(Role.DECODE, decode.busy_s)
+        result.end_s, result.num_events = self.queue.now(), self.queue.num_done
+        return result
+
+    # What requests go through, in the order of their lives.
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        prompt = arrival.prompt()
+        content = arrival.output_content
+        request = Request(
+            request_id=RequestId(f"r{number}"),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(max_tokens=arrival.num_output_tokens, ignore_eos=True),
+        )
+        journey = Journey(
+            arrival=arrival,
+            request=request,
+            token=_FIRST_OUTPUT_CONTENT + number if content is None else content,
+        )
+        journey.chain = PieceChain(arrival.pieces, self.shape.prefill.block_size)
+        journey.granules = journey.chain.granules()
+        try:
+            self._admission.admit()
+        except Overloaded:
+            self._finish(journey, Outcome.REFUSED)
+            return
+        journey.is_admitted = True
+        self._journeys[request.request_id] = journey
+        self.queue.after(self.shape.router_s, lambda: self._place(journey))
+
+    def _place(self, journey: Journey) -> None:
+        if journey.request_id not in self._journeys:
+            return
+        try:
+            choice = self._brain.place(self._query(journey))
+        except TooLate:
+            self._finish(journey, Outcome.REFUSED)
+            return
+        except NoWorker:
+            self.queue.after(RETRY_S, lambda: self._place(journey))
+            return
+        except TooLong:
+            self._finish(journey, Outcome.TOO_LONG)
+            return
+        journey.prefill, journey.decode, journey.is_placed = choice.prefill, choice.decode, True
+        if journey.is_waiting:
+            journey.is_waiting = False
+            self._admission.start()
+        request = journey.request
+        self.queue.after(self.shape.control_s, lambda: self._submit(journey, request, choice))
+
+    def _submit(self, journey: Journey, request: Request, choice: Choice) -> None:
+        if journey.request is not request:
+            return
+        try:
+            if choice.prefill is None:
+                if choice.decode in self._decodes:
+                    self._decodes[choice.decode].submit_local(request)
+            elif choice.prefill in self._prefills:
+                decode = self._decodes.get(choice.decode)
+                prefill = self._prefills[choice.prefill]
+                self._handoffs.begin(request, prefill, decode)
+                prefill.submit(request)
+        except TooLong:
+            self._finish(journey, Outcome.TOO_LONG)
+        except PdserveError:
+            self._try_again(journey, request.num_emitted)
+
+    # What workers say: `PrefillOutlet`, `DecodeOutlet` and `HandoffOutlet`.
+
+    def wants_reservations(self, node: PrefillNode, requests: Sequence[Request]) -> None:
+        """Passes on."""
+        self._handoffs.wants_reservations(requests)
+
+    def has_computed(self, node: PrefillNode, progress: PrefillProgress) -> None:
+        """Passes on; the first token is the client's."""
+        journey = self._journeys[progress.request_id]
+        if progress.samples:
+            self._brain.finish_prefill(progress.request_id, node.key)
+            self._note_first(journey, node.scheduler.num_cached_tokens(progress.request_id))
+            if progress.samples[0].finish_reason is not None:
+                handoff = self._handoffs.find(progress.request_id)
+                assert handoff is not None
+                self._handoffs.end(handoff, PrefillStage.FINISHED)
+                node.release(progress.request_id, progress.attempt)
+                self._finish(journey, Outcome.DONE)
+                return
+        self._handoffs.has_computed(progress)
+
+    def needs_decode(self, handoff: Handoff, retry_after_s: float | None) -> None:
+        """Names another decode worker, or waits until one may have room."""
+        journey = self._journeys[handoff.request.request_id]
+        if retry_after_s is not None and journey.decode is not None:
+            journey.tried.add(journey.decode)
+        self._place_decode(journey, handoff, retry_after_s or RETRY_S)
+
+    def cannot_fit(self, handoff: Handoff) -> None:
+        """Fails a request that decode can never hold."""
+        journey = self._journeys[handoff.request.request_id]
+        self._handoffs.end(handoff, PrefillStage.CANCELLED)
+        handoff.prefill.cancel(journey.request_id)
+        self._finish(journey, Outcome.TOO_LONG)
+
+    def is_handed_off(self, handoff: Handoff) -> None:
+        """Prefill has no part in it any more."""
+        journey = self._journeys[handoff.request.request_id]
+        journey.prefill = None
+        self._keep_holders(journey)
+
+    def has_started(self, node: DecodeNode, request: Request, step_end_s: float) -> None:
+        """Notes when the token behind the hand-off comes."""
+        journey = self._journeys[request.request_id]
+        if journey.second_s is None:
+            journey.second_s = step_end_s
+
+    def has_stepped(self, num_tokens: int, step_s: float) -> None:
+        """Counts gaps between tokens."""
+        self.run_so_far.gaps.add(step_s, num_tokens)
+
+    def has_sampled(self, node: DecodeNode, progress: DecodeProgress) -> None:
+        """Takes a token of a planned step."""
+        journey = self._journeys[progress.request_id]
+        self._brain.finish_prefill(progress.request_id, node.key)
+        if journey.first_s is None:
+            self._note_first(journey, progress.num_cached_tokens)
+        if progress.finish_reason is not None:
+            self._note_last(journey)
+
+    def has_ended(self, node: DecodeNode, request: Request) -> None:
+        """Takes the last token of a run."""
+        self._note_last(self._journeys[request.request_id])
+
+    def has_let_go(self, node: DecodeNode, let_go: LetGo) -> None:
+        """Finds another place for what a decode worker gave up."""
+        self.queue.after(self.shape.control_s, lambda: self._let_go(let_go))
+
+    def _let_go(self, let_go: LetGo) -> None:
+        request_id = let_go.request.request_id
+        journey = self._journeys.get(request_id)
+        if journey is None or journey.request.attempt != let_go.request.attempt:
+            return
+        handoff = self._handoffs.find(request_id)
+        if let_go.stage is Stage.RESERVED and handoff is not None:
+            self._handoffs.lose_decode(handoff)
+        else:
+            self._try_again(journey, let_go.next_index)
+
+    def _lost_worker(self, worker: WorkerKey, lost: tuple[LetGo, ...]) -> None:
+        self._brain.leave(worker)
+        for let_go in lost:
+            self._let_go(let_go)
+        for journey in tuple(self._journeys.values()):
+            handoff = self._handoffs.find(journey.request_id)
+            if journey.prefill == worker:
+                if handoff is not None:
+                    self._handoffs.end(handoff, PrefillStage.RETURNED)
+                self._try_again(journey, journey.request.num_emitted)
+            elif journey.decode == worker:
+                if handoff is None:
+                    self._try_again(journey, journey.request.num_emitted)
+                else:
+                    self._handoffs.lose_decode(handoff)
+
+    def _place_decode(self, journey: Journey, handoff: Handoff, retry_s: float) -> None:
+        if handoff.stage is not PrefillStage.UNPLACED or handoff.prefill.is_dead:
+            return
+        if self._handoffs.find(journey.request_id) is not handoff:
+            return
+        if handoff.has_token and self.queue.now() - handoff.unplaced_s > self.shape.hold_s:
+            self._handoffs.end(handoff, PrefillStage.RETURNED)
+            handoff.prefill.cancel(journey.request_id)
+            self._try_again(journey, journey.request.num_emitted)
+            return
+        query = replace(self._query(journey), excluded=frozenset(journey.tried))
+        try:
+            journey.decode = self._brain.place_decode(query, handoff.prefill.key)
+        except NoWorker:
+            journey.tried.clear()
+            self.queue.after(retry_s, lambda: self._place_decode(journey, handoff, retry_s))
+            return
+        except TooLong:
+            self.cannot_fit(handoff)
+            return
+        self._keep_holders(journey)
+        decode = self._decodes.get(journey.decode)
+        if decode is not None:
+            self._handoffs.place(handoff, decode)
+
+    def _try_again(self, journey: Journey, num_emitted: int) -> None:
+        """Begins the next attempt, with the tokens that the client has."""
+        old = journey.request
+        if old.attempt >= MAX_ATTEMPTS:
+            self._finish(journey, Outcome.FAILED)
+            return
+        tokens = old.token_ids[: old.num_prompt_tokens] + (journey.token,) * num_emitted
+        journey.request = replace(old, token_ids=tokens, attempt=old.attempt + 1, is_priority=True)
+        journey.prefill = journey.decode = None
+        journey.tried.clear()
+        self._brain.keep_only(journey.request_id, ())
+        self._place(journey)
+
+    def _query(self, journey: Journey) -> PlaceQuery:
+        request = journey.request
+        return PlaceQuery(
+            request_id=request.request_id,
+            num_tokens=len(request.token_ids),
+            num_growth_tokens=request.sampling.max_tokens - request.num_emitted,
+            granules=journey.granules,
+            may_be_local=self.shape.max_local_tokens > 0,
+            has_prefill_pool=self.shape.num_prefill > 0,
+            tpot_slo_s=self.shape.tpot_slo_s,
+            ttft_slo_s=self._ttft_left_s(journey),
+        )
+
+    def _ttft_left_s(self, journey: Journey) -> float | None:
+        """Returns the time in which its first token is wanted; None if none is, or it came."""
+        wanted_s = self.shape.ttft_slo_s
+        if wanted_s is None or journey.first_s is not None or journey.request.attempt > 1:
+            return None
+        return wanted_s - (self.queue.now() - journey.arrival.at_s)
+
+    def _keep_holders(self, journey: Journey) -> None:
+        holders = tuple(key for key in (journey.prefill, journey.decode) if key is not None)
+        self._brain.keep_only(journey.request_id, holders)
+
+    def _note_first(self, journey: Journey, cached_tokens: int) -> None:
+        if journey.first_s is None:
+            journey.first_s = self.queue.now() + self.shape.control_s
+            journey.cached_tokens = cached_tokens
+
+    def _note_last(self, journey: Journey) -> None:
+        journey.last_s = self.queue.now() + self.shape.control_s
+        self._brain.note_output(journey.arrival.num_output_tokens)
+        self._finish(journey, Outcome.DONE)
+
+    def _finish(self, journey: Journey, outcome: Outcome) -> None:
+        journey.outcome = outcome
+        if journey.last_s is None and outcome is Outcome.DONE:
+            journey.last_s = journey.first_s
+        self._journeys.pop(journey.request_id, None)
+        if journey.is_admitted:
+            self._brain.keep_only(journey.request_id, ())
+            service_s = self.queue.now() - journey.arrival.at_s
+            self._admission.leave(is_waiting=journey.is_waiting, service_s=service_s)
+        self.run_so_far.records.append(journey.record())
+
+    def _token_of(self, request: Request) -> int:
+        return self._journeys[request.request_id].token
+
+    def _chain_of(self, request: Request, block_size: int, revision: str) -> PieceChain:
+        journey = self._journeys[request.request_id]
+        chain = journey.chain
+        if chain is None or chain.block_size != block_size:
+            chain = PieceChain(journey.arrival.pieces, block_size)
+        else:
+            chain = chain.fork()
+        chain.append_copies(journey.token, request.num_emitted)
+        return chain
+
+    def _note_busy(self, role: Role, seconds: float) -> None:
+        self.run_so_far.busy_s[role].append(seconds)

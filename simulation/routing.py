@@ -1,0 +1,112 @@
+"""The router's brain in a simulation: the production fleet, load book, index and placer.
+
+Only the policy may be another one, so that what is compared are choices and nothing else.
+"""
+
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.profile import Profile
+from pdserve.request import RequestId, Role
+from pdserve.timeline import Clock
+from router.cost import LawTable
+from router.fleet import Fleet, Member
+from router.load_book import LoadBook
+from router.placer import InProcessPlacer, PlaceQuery
+from router.policy import Choice, JointPolicy, Policy
+from router.prefix_index import PrefixIndex
+from router.worker_key import WorkerKey
+
+PolicyMaker = Callable[[Fleet, LawTable], Policy]
+MAX_INDEXED_GRANULES = 1 << 21
+_DIGEST = b"simulated"
+_Result = TypeVar("_Result")
+
+
+def make_joint_policy(fleet: Fleet, table: LawTable) -> Policy:
+    """Makes the policy of production."""
+    return JointPolicy(fleet, table)
+
+
+class Brain:
+    """Chooses workers, and is told what becomes of its choices."""
+
+    def __init__(
+        self,
+        profiles: Iterable[Profile],
+        clock: Clock,
+        *,
+        make_policy: PolicyMaker = make_joint_policy,
+        max_local_tokens: int = 0,
+    ) -> None:
+        """Knows no worker.
+
+        Args:
+            profiles: what the predictor starts from; none: choices count KV blocks.
+            clock: virtual time.
+            make_policy: what chooses.
+            max_local_tokens: uncached tokens that a decode worker may prefill; 0: none.
+        """
+        self._fleet = Fleet()
+        self._book = LoadBook(self._fleet, clock)
+        self._index = PrefixIndex(max_keys=MAX_INDEXED_GRANULES)
+        policy = make_policy(self._fleet, LawTable(self._fleet, Predictor(profiles)))
+        self._placer = InProcessPlacer(policy, self._book, self._index, clock, max_local_tokens)
+
+    def join(self, worker: WorkerKey, role: Role, profile: Profile) -> None:
+        """A worker takes requests from now on."""
+        member = Member(
+            key=worker,
+            role=role,
+            digest=_DIGEST,
+            worker_class=profile.worker_class,
+            total_blocks=profile.kv_tokens // profile.block_size,
+            block_size=profile.block_size,
+            max_num_seqs=profile.max_num_seqs,
+            chunk_tokens=profile.max_num_batched_tokens,
+            kv_bytes_per_token=profile.kv_bytes_per_token,
+        )
+        self._fleet.join(member)
+        self._fleet.set_available(worker, is_available=True)
+
+    def leave(self, worker: WorkerKey) -> None:
+        """A worker is gone, and all that it held."""
+        self._placer.forget(worker)
+        self._fleet.leave(worker)
+
+    def place(self, query: PlaceQuery) -> Choice:
+        """Chooses and charges workers for a new attempt.
+
+        Raises:
+            NoWorker: none now.
+            TooLong: none ever.
+        """
+        return _run(self._placer.place(query))
+
+    def place_decode(self, query: PlaceQuery, prefill: WorkerKey) -> WorkerKey:
+        """Chooses and charges another decode worker for KV held by `prefill`; raises as `place`."""
+        return _run(self._placer.place_decode(query, prefill)).decode
+
+    def finish_prefill(self, request_id: RequestId, worker: WorkerKey) -> None:
+        """A prompt is computed."""
+        self._book.finish_prefill(request_id, worker)
+
+    def keep_only(self, request_id: RequestId, workers: Collection[WorkerKey]) -> None:
+        """Only these still work for a request."""
+        self._book.keep_only(request_id, workers)
+
+    def note_output(self, num_tokens: int) -> None:
+        """An output has ended."""
+        self._placer.note_output(num_tokens)
+
+
+def _run(call: Coroutine[Any, Any, _Result]) -> _Result:
+    """Runs a call of the placer's in-process twin, which awaits nothing."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        result: _Result = end.value
+        return result
+    call.close()
+    raise AssertionError("the in-process placer waited for something")

@@ -1,0 +1,60 @@
+"""Takes as much of a trace as there is time to simulate, and says what was taken."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from simulation.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A stretch of a workload, with what came before it to fill the caches."""
+
+    workload: Workload
+    num_warm_up: int
+    """Leading requests that are served and not counted."""
+    text: str
+
+
+def take_busiest(workload: Workload, max_requests: int, warm_up_share: float = 0.25) -> Sample:
+    """Returns the stretch of so many requests that brings most prompt tokens a second.
+
+    What serves the busiest stretch serves the others. A workload that is short enough is taken
+    whole, without a warm-up.
+    """
+    arrivals = workload.arrivals
+    if len(arrivals) <= max_requests:
+        text = f"all {len(arrivals)} requests of {workload.name}"
+        return Sample(workload=workload, num_warm_up=0, text=text)
+    num_warm_up = round(max_requests * warm_up_share)
+    num_counted = max_requests - num_warm_up
+    begin = _busiest_start(workload, num_counted, num_warm_up)
+    first = begin - num_warm_up
+    start_s = arrivals[first].at_s
+    taken = tuple(
+        replace(one, at_s=one.at_s - start_s) for one in arrivals[first : begin + num_counted]
+    )
+    seconds = arrivals[begin + num_counted - 1].at_s - arrivals[begin].at_s
+    text = (
+        f"the busiest {seconds:.0f} s of {workload.duration_s:.0f} s of {workload.name}: "
+        f"{num_counted} of {len(arrivals)} requests from {arrivals[begin].at_s:.0f} s on, "
+        f"behind {num_warm_up} that only fill caches"
+    )
+    sample = replace(workload, name=f"{workload.name} (sample)", arrivals=taken)
+    return Sample(workload=sample, num_warm_up=num_warm_up, text=text)
+
+
+def _busiest_start(workload: Workload, num_counted: int, num_warm_up: int) -> int:
+    arrivals = workload.arrivals
+    sums = [0]
+    for one in arrivals:
+        sums.append(sums[-1] + one.num_prompt_tokens)
+    best, best_rate = num_warm_up, 0.0
+    for begin in range(num_warm_up, len(arrivals) - num_counted + 1):
+        end = begin + num_counted
+        seconds = arrivals[end - 1].at_s - arrivals[begin].at_s
+        rate = (sums[end] - sums[begin]) / max(seconds, 1e-9)
+        if rate > best_rate:
+            best, best_rate = begin, rate
+    # Requests of one instant belong together.
+    return max(num_warm_up, bisect_left(arrivals, arrivals[best].at_s, key=lambda one: one.at_s))
