@@ -1,0 +1,97 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import EXIT_USAGE, run_command
+from launcher.commands.plan import EXIT_NO_PLAN, parse_slo
+from pdserve.errors import ConfigError
+from pdserve.predictor.profile import Profile
+from simulation.report import Slo
+
+PROFILE = Profile(
+    worker_class="toy",
+    prefill=(0.004, 2e-5, 0.0),
+    decode=(0.004, 2e-5, 3e-8),
+    transfer=(0.001, 2e-11),
+    kv_bytes_per_token=100_000,
+    kv_tokens=64_000,
+    max_num_seqs=32,
+    max_num_batched_tokens=2048,
+    detail={"model": "toy"},
+)
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    rows = [
+        {
+            "timestamp": 20 * number,
+            "input_length": 900,
+            "output_length": 20,
+            "hash_ids": [number % 5, 100 + number],
+        }
+        for number in range(150)
+    ]
+    trace, profile = tmp_path / "trace.jsonl", tmp_path / "toy.json"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    profile.write_text(PROFILE.to_json(), encoding="utf-8")
+    return ["plan", "--trace", str(trace), "--gpu", str(profile), "--model", "toy"]
+
+
+def test_a_plan_is_printed_and_written(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output, plot = tmp_path / "plan.json", tmp_path / "plan.html"
+    files = ["--output", str(output), "--plot", str(plot)]
+    assert run_command([*flags, "--slo", "ttft=0.5,tpot=0.02", "--requests", "60", *files]) == 0
+    printed = capsys.readouterr()
+    assert "GPU seconds per 1M tokens" in printed.out
+    assert "of 150 requests" in printed.err
+    plan = json.loads(output.read_text(encoding="utf-8"))
+    assert plan["chosen"]["attainment"] >= 0.95
+    assert plan["chosen"] in plan["trials"]
+    assert "of 150 requests" in plan["simulated"]
+    assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+def test_objectives_that_cannot_be_kept_have_a_status_of_their_own(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert run_command([*flags, "--slo", "ttft=0.001,tpot=0.02"]) == EXIT_NO_PLAN
+    assert "cannot keep the TTFT even on idle workers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        ["--slo", "ttft=2"],
+        ["--gpu", "no-such-device"],
+        ["--trace", "/nowhere"],
+        ["--model", "other"],
+        ["--divide-lengths", "0.01"],
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    flags: list[str], over: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert run_command([*flags, *over]) == EXIT_USAGE
+    assert capsys.readouterr().err.strip().count("\n") == 0
+
+
+def test_lengths_and_rates_can_be_scaled(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run_command([*flags, "--divide-lengths", "10", "--rate", "2"]) == 0
+    assert "lengths / 10, rate x 2" in capsys.readouterr().err
+
+
+def test_objectives_are_read_in_any_order():
+    assert parse_slo("tpot=0.05, ttft=2") == Slo(ttft_s=2, tpot_s=0.05)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "ttft=2", "ttft=2,tpot=x", "ttft=0,tpot=1", "ttft=1,tpot=1,itl=1", "ttft=1,tpot=inf"],
+)
+def test_other_objectives_are_refused(text: str):
+    with pytest.raises(ConfigError, match="slo must"):
+        parse_slo(text)
