@@ -8,7 +8,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: made by `make rooms` -->", "<!-- end of rooms -->"
-PACKAGES = ("launcher", "router", "prefill_worker", "decode_worker", "kv_transfer", "pdserve")
+PACKAGES = (
+    "launcher",
+    "autoscaler",
+    "router",
+    "prefill_worker",
+    "decode_worker",
+    "kv_transfer",
+    "pdserve",
+)
 
 
 def list_rooms() -> str:
