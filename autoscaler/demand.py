@@ -51,6 +51,10 @@ class Demand:
         self._serving_ids: frozenset[str] = frozenset()
         self._is_backlogged = False
 
+    def use(self, settings: ScalingSettings) -> None:
+        """Takes other bounds and targets; what was seen is kept."""
+        self._settings = settings
+
     def has_new(self, traffic: Traffic) -> bool:
         """Says whether requests came since the last call of `note`."""
         return self._traffic is not None and traffic.num_arrived != self._traffic.num_arrived

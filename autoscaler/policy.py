@@ -74,6 +74,15 @@ class ScalingPolicy:
         """When there last was any request."""
         self._history: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
 
+    def use(self, settings: ScalingSettings) -> None:
+        """Takes other bounds and targets; what was seen is kept."""
+        self._settings = settings
+        self._demand.use(settings)
+
+    def leavers(self, now_s: float, role: Role, count: int) -> tuple[str, ...]:
+        """Names who would leave a pool next."""
+        return self._victims(now_s, role, count)
+
     @property
     def history(self) -> tuple[Decision, ...]:
         """The last decisions, oldest first."""
@@ -167,7 +176,10 @@ class ScalingPolicy:
             elif numbers.num_active:
                 # No prediction is good enough to more than double a pool at once.
                 size = min(size, 2 * numbers.num_active)
-            wanted[role] = self._settings.range_of(role).clamp(size)
+            bounds = self._settings.range_of(role)
+            if numbers.num_active < bounds.least:
+                why = "below its range"
+            wanted[role] = bounds.clamp(size)
             state.numbers = replace(numbers, why=why)
         return wanted
 
@@ -267,11 +279,15 @@ class ScalingPolicy:
             size = settings.range_of(role).clamp(max(numbers.survivors_need, numbers.need))
             if size >= numbers.num_active:
                 continue
-            if not is_idle and not self._may_shrink(now_s, role):
+            is_above = numbers.num_active > settings.range_of(role).most
+            if is_above:
+                size = max(size, settings.range_of(role).most)
+            elif not is_idle and not self._may_shrink(now_s, role):
                 continue
             retired = self._victims(now_s, role, numbers.num_active - size)
             self._note(state, now_s, "shrink")
             why = "idle" if is_idle else "the others would still do"
+            why = "above its range" if is_above else why
             state.numbers = replace(numbers, why=why)
             yield Decision(
                 at_s=now_s,

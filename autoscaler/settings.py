@@ -131,6 +131,11 @@ class ScalingSettings:
         if self.most_in_all is not None and self.most_in_all < least:
             raise ConfigError(f"most_in_all must be at least {least}, got {self.most_in_all}")
 
+    @property
+    def can_be_empty(self) -> bool:
+        """A pool that can have replicas may go down to none."""
+        return any(one.least == 0 and one.most > 0 for one in (self.prefill, self.decode))
+
     def range_of(self, role: Role) -> PoolRange:
         """Returns the bounds of a pool."""
         return self.prefill if role is Role.PREFILL else self.decode

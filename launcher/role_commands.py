@@ -91,6 +91,7 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         cluster_secret=site.secret,
         local_prefill_tokens=config.local_prefill_tokens,
         worker_silence_s=config.worker_silence_s,
+        pools_may_be_empty=config.can_be_empty,
         no_worker_wait_s=RESTART_WAIT_S,
         max_client_buffer_bytes=config.max_client_buffer_bytes,
         drain_timeout_s=config.drain_timeout_s,
