@@ -5,7 +5,7 @@ PYTEST := $(BIN)/python -m pytest
 # Most of the suite's time is waiting for processes: two files at once halve it on two cores.
 SUITE := $(PYTEST) -m "not gpu and not soak" -n 2 --dist loadfile
 
-.PHONY: demo test check lint types imports stubs rooms fields soak clean
+.PHONY: demo demo-autoscale test check lint types imports stubs rooms fields soak clean
 
 $(VENV)/.run: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,6 +20,9 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.run
 
 demo: $(VENV)/.run
 	@$(BIN)/pdserve demo
+
+demo-autoscale: $(VENV)/.run
+	@$(BIN)/pdserve demo-autoscale
 
 test: $(VENV)/.dev
 	@$(SUITE)

@@ -6,11 +6,13 @@ from typing import Annotated
 import typer
 
 from launcher.commands.demo import demo
+from launcher.commands.demo_autoscale import demo_autoscale
 from launcher.commands.explain import explain
 from launcher.commands.generate import generate
 from launcher.commands.plan import plan
 from launcher.commands.profile import profile
 from launcher.commands.roles import register_roles
+from launcher.commands.scale import scale
 from launcher.commands.serve import serve
 from launcher.commands.status import status
 from pdserve.config.cluster import ClusterConfig
@@ -35,7 +37,17 @@ def make_app() -> typer.Typer:
     app.callback()(_options)
     # Every option is also a variable: --max-num-seqs is PDSERVE_MAX_NUM_SEQS for every command.
     settings = {"auto_envvar_prefix": "PDSERVE", "show_default": True}
-    for command in (serve, generate, status, explain, demo, plan, profile):
+    for command in (
+        serve,
+        generate,
+        status,
+        explain,
+        scale,
+        plan,
+        profile,
+        demo,
+        demo_autoscale,
+    ):
         app.command(context_settings=settings)(command)
     register_roles(app)
     return app

@@ -42,6 +42,8 @@ class LocalCluster:
         """In the registry."""
         self._host = config.host
         self._has_no_http = config.no_http
+        self._can_be_empty = config.can_be_empty
+        self._pools = (Role.PREFILL, Role.DECODE) if config.num_prefill else (Role.DECODE,)
         self._port = config.port or free_port(config.host)
         self._http_port = config.http_port or free_port(config.host)
         self._metrics_port = config.metrics_port or free_port(config.host)
@@ -207,7 +209,7 @@ class LocalCluster:
         os.kill(pid, signal_number)
 
     def _order(self, order: Scale | Drain) -> None:
-        check_order(self.members(), order)
+        check_order(self.members(), order, pools=self._pools, can_be_empty=self._can_be_empty)
         self._supervisor.orders.put(order)
 
     def _require_thread(self) -> threading.Thread:

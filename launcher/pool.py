@@ -1,7 +1,7 @@
 """A cluster as others use it, wherever its replicas run; and how a pool changes its size."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -96,39 +96,57 @@ class SizePlan:
 def plan_size(members: Sequence[Member], order: Scale | Drain) -> SizePlan:
     """Says which replicas to start or to drain.
 
-    New ones take the lowest numbers that nobody has, not even one that still drains: two processes
-    of one name would fight for its place in the registry.
+    Those that have not served yet leave first, then the highest numbers. New ones take the lowest
+    numbers that nobody has, not even one that still drains: two processes of one name would fight
+    for its place in the registry.
     """
     if isinstance(order, Drain):
         names = [m.worker_id for m in members if not m.is_draining]
         return SizePlan(retired=(order.worker_id,) if order.worker_id in names else ())
     pool = [m for m in members if m.role is order.role]
-    active = [m.worker_id for m in pool if not m.is_draining]
+    active = [m for m in pool if not m.is_draining]
     if order.num_replicas <= len(active):
-        by_number = sorted(active, key=lambda name: int(name.rpartition("-")[2]))
-        return SizePlan(retired=tuple(by_number[order.num_replicas :]))
+        active.sort(key=lambda m: (m.record is None, _number(m.worker_id)))
+        retired = sorted((m.worker_id for m in active[order.num_replicas :]), key=_number)
+        return SizePlan(retired=tuple(retired))
     taken = {m.worker_id for m in pool}
     limit = len(taken) + order.num_replicas
     free = [name for i in range(limit) if (name := f"{order.role}-{i}") not in taken]
     return SizePlan(added=tuple(free[: order.num_replicas - len(active)]))
 
 
-def check_order(members: Sequence[Member], order: Scale | Drain) -> None:
+def check_order(
+    members: Sequence[Member],
+    order: Scale | Drain,
+    *,
+    pools: Collection[Role],
+    can_be_empty: bool = False,
+) -> None:
     """Refuses an order that would leave a pool empty.
+
+    Args:
+        members: all replicas.
+        order: to check.
+        pools: that the cluster was started with.
+        can_be_empty: whether pools may lose their last replica.
 
     Raises:
         KeyError: there is no such replica.
         ConfigError: the pool would be empty, or the cluster has no such pool.
     """
     if isinstance(order, Scale):
-        if order.num_replicas < 1:
+        if order.num_replicas < (0 if can_be_empty else 1):
             raise ConfigError(f"a {order.role} pool needs a replica, got {order.num_replicas}")
-        if not any(m.role is order.role for m in members):
+        if order.role not in pools:
             raise ConfigError(f"the cluster was started without a {order.role} pool")
         return
     role = next((m.role for m in members if m.worker_id == order.worker_id), None)
     if role is None:
         raise KeyError(order.worker_id)
     others = [m for m in members if m.role is role and m.worker_id != order.worker_id]
-    if not any(not m.is_draining for m in others):
+    if not can_be_empty and not any(not m.is_draining for m in others):
         raise ConfigError(f"{order.worker_id} is the last of the {role} pool")
+
+
+def _number(worker_id: str) -> int:
+    return int(worker_id.rpartition("-")[2])

@@ -93,6 +93,7 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         profiles=config.profiles,
         slo_classes=config.slo_classes,
         worker_silence_s=config.worker_silence_s,
+        pools_may_be_empty=config.can_be_empty,
         no_worker_wait_s=RESTART_WAIT_S,
         max_client_buffer_bytes=config.max_client_buffer_bytes,
         drain_timeout_s=config.drain_timeout_s,

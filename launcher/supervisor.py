@@ -87,6 +87,8 @@ class Supervisor:
         self.redis_url = config.redis_url
         self.router: Replica | None = None
         self.workers: dict[str, tuple[WorkerConfig, Replica]] = {}
+        self._models: dict[Role, WorkerConfig] = {}
+        """What a new replica of a pool is a copy of."""
         # Whatever places replicas elsewhere deals out the GPUs there.
         self._gpus = GpuDealer(read_visible_gpus()) if isinstance(place, LocalPlace) else None
         self.records: dict[str, WorkerRecord] = {}
@@ -160,6 +162,7 @@ class Supervisor:
             secret=secrets.token_hex(32),
         )
         self.workers = {w.worker_id: (w, self._new_worker(w)) for w in worker_configs(config, site)}
+        self._models = {worker.role: worker for worker, _ in self.workers.values()}
         router = router_config(config, site)
         self.router = Replica(
             "router",
@@ -286,10 +289,7 @@ class Supervisor:
             self.workers[name][1].retire(until_s)
         workers = dict(self.workers)
         for name in plan.added:
-            role = name.rpartition("-")[0]
-            # A pool is never empty, so there is one to copy.
-            like = next(config for config, _ in self.workers.values() if config.role == role)
-            config = replace(like, worker_id=name)
+            config = replace(self._models[Role(name.rpartition("-")[0])], worker_id=name)
             workers[name] = (config, self._new_worker(config))
             workers[name][1].start()
         self.workers = workers

@@ -34,6 +34,7 @@ from router.recovery import Limits, Recovery
 from router.request_state import RequestState
 from router.slo import NO_SLO, Slo
 from router.timing import RequestTimes
+from router.traffic import TrafficMeter
 from router.worker_key import WorkerKey
 from router.worker_pool import WorkerPool
 
@@ -64,6 +65,7 @@ class Dispatcher:
         self._calls: dict[RequestId, ClientCall] = {}
         self._active: dict[str, ActiveRequest] = {}
         """Samples, by the ids under which workers speak of them."""
+        self.traffic = TrafficMeter()
         self._idle = asyncio.Event()
         self._idle.set()
         self._emitter = Emitter(metrics)
@@ -75,6 +77,15 @@ class Dispatcher:
     def num_in_flight(self) -> int:
         """Requests without their terminal event."""
         return len(self._calls)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that were streamed to clients since the start."""
+        return self._metrics.tokens.num_tokens
+
+    def calls(self) -> tuple[ClientCall, ...]:
+        """Returns all requests in flight, oldest first."""
+        return tuple(self._calls.values())
 
     def start(
         self,
@@ -104,6 +115,7 @@ class Dispatcher:
         if request.request_id in self._calls:
             raise InvalidField("request_id", request.request_id, "unique among those in flight")
         self.admission.admit()
+        self.traffic.note_arrival(request.num_prompt_tokens)
         now_s = self._clock.now()
         deadline_s = request.deadline_s
         call = ClientCall(
@@ -409,6 +421,8 @@ class Dispatcher:
             output_tokens=call.num_output_tokens,
             now_s=now_s,
         )
+        if failure is None:
+            self.traffic.note_end(call.request.num_prompt_tokens, call.times.cached_tokens)
         status = "OK" if failure is None else failure.reason
         extra = {"status": status, "finish_reason": finish, **call.summary(now_s)}
         logger.info("request finished", extra=extra)

@@ -285,7 +285,8 @@ class RouterFront:
         """Keeps health and gauges true: SERVING means that a request could be placed now."""
         assert self._server is not None
         while True:
-            can_serve = self.pool.can_serve and not self.intake.is_draining
+            has_workers = self.pool.can_serve or self._config.pools_may_be_empty
+            can_serve = has_workers and not self.intake.is_draining
             if can_serve != self._is_serving:
                 self._is_serving = can_serve
                 await self._server.set_serving(can_serve)

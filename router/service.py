@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.timeline import Clock
 from pdserve.trace import parse_traceparent
-from router.active import ActiveRequest
+from router.active import ActiveRequest, ClientCall
 from router.auth import authorization_of
 from router.explain_wire import explanation_to_wire
 from router.intake import Intake, Origin
@@ -184,6 +185,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ],
     ) -> inference_pb2.GetServerInfoResponse:
         """Describes this front and the pools it can use now."""
+        calls, traffic = self._dispatcher.calls(), self._dispatcher.traffic
         return inference_pb2.GetServerInfoResponse(
             version=self._identity.version,
             front_id=self._identity.front_id,
@@ -192,6 +194,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             num_decode=self._pool.num_available(Role.DECODE),
             requests_in_flight=self._dispatcher.num_in_flight,
             requests_queued=self._dispatcher.admission.num_waiting,
+            requests_arrived=traffic.num_arrived,
+            prompt_tokens=traffic.uncached_tokens,
+            output_tokens=self._dispatcher.num_output_tokens,
+            waiting_tokens=sum(c.request.num_prompt_tokens for c in calls if c.waiting),
+            oldest_wait_s=self._clock.now() - min(_untold_since(calls), default=self._clock.now()),
         )
 
     async def GetLoads(
@@ -213,6 +220,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if record.worker_id not in shown
         ]
         return inference_pb2.GetLoadsResponse(workers=[*infos, *gone])
+
+
+def _untold_since(calls: Iterable[ClientCall]) -> Iterator[float]:
+    """Yields when each request that has no token yet was received."""
+    for call in calls:
+        if all(one.times.first_token_s is None for one in call.samples):
+            yield call.received_s
 
 
 def _origin_of(context: AnyContext) -> Origin:

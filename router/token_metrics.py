@@ -25,6 +25,11 @@ class TokenMetrics(Collector):
         # One more for what is above the last edge.
         self._gap_counts = [0] * (len(FINE_ITL_BUCKETS_S) + 1)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens streamed since the start."""
+        return self._num_tokens
+
     def note(self, count: int, gap_s: float | None) -> None:
         """Counts tokens of one message; `gap_s` is the time since the one before."""
         self._num_tokens += count

@@ -11,6 +11,7 @@ BEGIN, END = "<!-- rooms: made by `make rooms` -->", "<!-- end of rooms -->"
 PACKAGES = (
     "launcher",
     "simulation",
+    "autoscaler",
     "router",
     "prefill_worker",
     "decode_worker",

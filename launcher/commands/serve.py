@@ -1,19 +1,19 @@
 """`pdserve serve`: a whole cluster on this machine, until it is told to stop."""
 
 import secrets
-import signal
 import sys
-import time
 from dataclasses import replace
-from types import FrameType
 from typing import Annotated, Literal
 
 import typer
 
+from autoscaler.settings import PoolRange, ScalingSettings, parse_range
+from launcher.control import control_folder
 from launcher.local_pool import LocalCluster
 from launcher.place import Place
 from launcher.ray_pool import RayConfig, RayPlace
-from pdserve import line_output
+from launcher.run_cluster import run_until_signal, write_line
+from launcher.scaled_cluster import Autoscaling
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import (
     DEVICE_DEFAULTS,
@@ -22,15 +22,12 @@ from pdserve.config.engine import (
     EngineConfig,
     LoadFormat,
 )
-from pdserve.config.load import from_pairs, parse_size
+from pdserve.config.load import from_pairs, parse_size, read_runtime_folder
 from pdserve.config.log_level import LogLevel
 from pdserve.config.worker import TRANSPORTS, FaultConfig, HandoffConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 from pdserve.rpc.stage_handshake import check_token
-
-EXIT_FORCED = 1
-"""The user asked for it, but requests were cut."""
 
 
 def serve(
@@ -42,10 +39,19 @@ def serve(
         ),
     ],
     prefill: Annotated[
-        int,
-        typer.Option(help="Prefill replicas; 0 lets decode replicas prefill."),
-    ] = 1,
-    decode: Annotated[int, typer.Option(help="Decode replicas.")] = 1,
+        str,
+        typer.Option(
+            metavar="N|MIN..MAX", help="Prefill replicas; 0 lets decode replicas prefill."
+        ),
+    ] = "1",
+    decode: Annotated[str, typer.Option(metavar="N|MIN..MAX", help="Decode replicas.")] = "1",
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Of both pools together, where they share GPUs.")
+    ] = None,
+    ttft_target_s: Annotated[
+        float, typer.Option(help="What pools of MIN..MAX are sized for.")
+    ] = 1.0,
+    tpot_target_s: Annotated[float, typer.Option(help="Likewise, per output token.")] = 0.1,
     host: Annotated[str, typer.Option(help="The one address every listener binds.")] = "127.0.0.1",
     port: Annotated[
         int,
@@ -229,6 +235,10 @@ def serve(
     handoff: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", hidden=True, help="Of HandoffConfig.")
     ] = None,
+    scaling: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", hidden=True, help="Of ScalingSettings."),
+    ] = None,
     span_folder: Annotated[
         str | None,
         typer.Option(hidden=True, help="Where ranks write down the stages of each request."),
@@ -267,10 +277,19 @@ def serve(
         pipeline_parallel=pipeline_parallel_size,
         seed=seed,
     )
+    settings = replace(
+        from_pairs(ScalingSettings, scaling or (), "--scaling"),
+        prefill=_range(prefill, "--prefill", 0),
+        decode=_range(decode, "--decode", 1),
+        most_in_all=max_replicas,
+        ttft_s=ttft_target_s,
+        tpot_s=tpot_target_s,
+    )
     config = ClusterConfig(
         engine=engine,
-        num_prefill=prefill,
-        num_decode=decode,
+        num_prefill=first_size(settings.prefill),
+        num_decode=first_size(settings.decode),
+        can_be_empty=settings.can_be_empty,
         host=host,
         port=port,
         http_port=http_port,
@@ -317,7 +336,15 @@ def serve(
         )
     elif config.spread_stages:
         check_token(config.stage_token)
-    return run_until_signal(LocalCluster(config, cluster=cluster, report=write_line, place=place))
+    launched = LocalCluster(config, cluster=cluster, report=write_line, place=place)
+    scaled = Autoscaling(
+        launched,
+        config,
+        settings,
+        report=write_line,
+        control_folder=control_folder(read_runtime_folder()),
+    )
+    return run_until_signal(launched, scaled)
 
 
 def check_reach(config: ClusterConfig, ray: RayConfig) -> None:
@@ -336,35 +363,9 @@ def check_reach(config: ClusterConfig, ray: RayConfig) -> None:
         raise ConfigError("--ray-nodes any needs --redis, at an address that all nodes can reach")
 
 
-def run_until_signal(cluster: LocalCluster) -> int:
-    """Runs a cluster to its end: the first SIGTERM or SIGINT drains it, the second kills it."""
-    num_signals = 0
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        cluster.request_stop(now=num_signals > 1)
-
-    started_s = time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    cluster.launch()
-    try:
-        if cluster.wait_ready():
-            for line in describe(cluster):
-                write_line(line)
-            listening = f"grpc {cluster.address}"
-            if cluster.http_address is not None:
-                listening += f", http http://{cluster.http_address}"
-            write_line(f"ready after {time.monotonic() - started_s:.1f} s: {listening}")
-        cluster.wait()
-    finally:
-        cluster.stop(now=True)
-    if num_signals > 1:
-        write_line("stopped at once; requests that still ran were cut")
-        return EXIT_FORCED
-    write_line("stopped")
-    return 0
+def first_size(bounds: PoolRange) -> int:
+    """Returns how many replicas a pool starts with: one at least, so that the start proves all."""
+    return max(bounds.least, min(1, bounds.most))
 
 
 def default_log_level() -> LogLevel:
@@ -372,22 +373,16 @@ def default_log_level() -> LogLevel:
     return "warning" if sys.stderr.isatty() else "info"
 
 
-def describe(cluster: LocalCluster) -> list[str]:
-    """Says what each pool can hold and where everything listens."""
-    lines = []
-    for role in (Role.PREFILL, Role.DECODE):
-        records = [m.record for m in cluster.members() if m.role is role and m.record is not None]
-        if records:
-            tokens = sum(record.total_blocks * record.block_size for record in records)
-            addresses = ", ".join(f"{record.worker_id} {record.address}" for record in records)
-            lines.append(f"{role}: {len(records)} x, KV for {tokens:,} tokens ({addresses})")
-    lines.append(f"metrics http://{cluster.metrics_address}/metrics")
-    return lines
-
-
-def write_line(line: str) -> None:
-    """Writes one line to stderr; stdout stays free."""
-    line_output.write_line(sys.stderr, line)
+def _range(text: str, flag: str, fewest: int) -> PoolRange:
+    if text.startswith("-"):
+        raise ConfigError(f"{flag} must be at least {fewest}, got {text}")
+    try:
+        bounds = parse_range(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    if bounds.most < fewest:
+        raise ConfigError(f"{flag} must be at least {fewest}, got {text}")
+    return bounds
 
 
 def _order_transports(handoff: HandoffConfig, text: str | None) -> HandoffConfig:

@@ -16,6 +16,8 @@ class ClusterConfig:
     num_prefill: int = 1
     """0 is the colocated mode: decode workers prefill for themselves."""
     num_decode: int = 1
+    can_be_empty: bool = False
+    """Pools may lose their last replica: the first request that waits brings one back."""
     host: str = "127.0.0.1"
     port: int = 50051
     http_port: int = 8000

@@ -252,6 +252,11 @@ def read_visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def read_runtime_folder() -> str | None:
+    """Returns the user's folder for what lives no longer than a login, if the system has one."""
+    return os.environ.get("XDG_RUNTIME_DIR") or None
+
+
 def read_environment() -> dict[str, str]:
     """Returns the variables that belong to pdserve."""
     return {k: v for k, v in os.environ.items() if k.startswith(ENVIRONMENT_PREFIX)}

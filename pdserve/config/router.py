@@ -40,6 +40,8 @@ class RouterConfig:
     """A worker whose stream says nothing for this long is dead to this router."""
     call_timeout_s: float = 5.0
     registry_poll_s: float = 0.25
+    pools_may_be_empty: bool = False
+    """Healthy without a worker: something starts one when a request waits."""
     no_worker_wait_s: float = 15.0
     """How long a request waits for a pool that has no worker."""
     default_timeout_s: float | None = None

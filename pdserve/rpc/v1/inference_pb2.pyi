@@ -613,6 +613,11 @@ class GetServerInfoResponse(_message.Message):
     NUM_DECODE_FIELD_NUMBER: _builtins.int
     REQUESTS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     REQUESTS_QUEUED_FIELD_NUMBER: _builtins.int
+    REQUESTS_ARRIVED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     front_id: _builtins.str
     uptime_s: _builtins.float
@@ -620,6 +625,15 @@ class GetServerInfoResponse(_message.Message):
     num_decode: _builtins.int
     requests_in_flight: _builtins.int
     requests_queued: _builtins.int
+    requests_arrived: _builtins.int
+    """Counted since this front started."""
+    prompt_tokens: _builtins.int
+    """Of all that arrived, without what was expected to be cached where it was placed."""
+    output_tokens: _builtins.int
+    waiting_tokens: _builtins.int
+    """Prompts of the requests that no worker has."""
+    oldest_wait_s: _builtins.float
+    """Age of the oldest request without a token."""
     def __init__(
         self,
         *,
@@ -630,10 +644,15 @@ class GetServerInfoResponse(_message.Message):
         num_decode: _builtins.int = ...,
         requests_in_flight: _builtins.int = ...,
         requests_queued: _builtins.int = ...,
+        requests_arrived: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        waiting_tokens: _builtins.int = ...,
+        oldest_wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "oldest_wait_s", b"oldest_wait_s", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests_arrived", b"requests_arrived", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

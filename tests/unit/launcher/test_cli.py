@@ -2,15 +2,16 @@
 
 import json
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from launcher.cli import run_command
 from launcher.commands.generate import parse_ids, read_chat, set_prompt
-from launcher.commands.serve import run_until_signal
 from launcher.local_pool import LocalCluster
 from launcher.redis_server import free_port
+from launcher.run_cluster import run_until_signal
 from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import ConfigError
 from pdserve.rpc.v1 import inference_pb2
@@ -32,6 +33,11 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "x", "--dtype", "int8"], "'float32', 'bfloat16'"),
         (["serve", "x", "--decode", "0"], "--decode must be at least 1, got 0"),
         (["serve", "x", "--prefill", "-1"], "--prefill must be at least 0, got -1"),
+        (["serve", "x", "--decode", "3..1"], "--decode: a pool must have 0 <= MIN <= MAX"),
+        (["serve", "x", "--decode", "some"], "--decode: a pool's size must be a number or MIN"),
+        (["serve", "x", "--max-replicas", "1"], "most_in_all must be at least 2, got 1"),
+        (["scale"], "--prefill, --decode or --status is needed"),
+        (["scale", "--status", "--cluster", "none"], "no launcher of a cluster named none"),
         (["serve", "x", "-tp", "0"], "--tensor-parallel-size must be at least 1, got 0"),
         (["serve", "x", "-pp", "0"], "--pipeline-parallel-size must be at least 1, got 0"),
         (["serve", "x", "--decode-tensor-parallel-size", "0"], "--tensor-parallel-size must be"),
@@ -175,7 +181,7 @@ def test_C15_first_signal_drains_and_the_second_kills(
     num_signals: int, stops: list[bool], status: int
 ) -> None:
     cluster = FakeCluster(num_signals)
-    assert run_until_signal(cluster) == status  # type: ignore[arg-type]
+    assert run_until_signal(cluster, nullcontext()) == status  # type: ignore[arg-type]
     assert cluster.stops == stops
 
 
@@ -189,7 +195,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
             found.append(config)
 
     monkeypatch.setattr("launcher.commands.serve.LocalCluster", Seen)
-    monkeypatch.setattr("launcher.commands.serve.run_until_signal", lambda _: 0)
+    monkeypatch.setattr("launcher.commands.serve.run_until_signal", lambda *_: 0)
     return found
 
 
@@ -201,6 +207,24 @@ def test_the_order_of_transports_reaches_the_workers(order: str, seen: list[Clus
         ("gloo", "push"),
         ("push", "nccl", "gloo"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "can_be_empty"),
+    [
+        (["--prefill", "1..3", "--decode", "2..3"], (1, 2), False),
+        (["--prefill", "0..2", "--decode", "1"], (1, 1), True),
+        (["--prefill", "0", "--decode", "0..2"], (0, 1), True),
+        (["--prefill", "2", "--decode", "1"], (2, 1), False),
+    ],
+)
+def test_pools_start_at_their_least_size_and_with_one_replica_at_least(
+    flags: list[str], sizes: tuple[int, int], can_be_empty: bool, seen: list[ClusterConfig]
+) -> None:
+    assert run_command(["serve", "x", *flags]) == 0
+    (config,) = seen
+    assert (config.num_prefill, config.num_decode) == sizes
+    assert config.can_be_empty is can_be_empty
 
 
 def test_a_token_for_spread_stages_is_made_up_where_ray_starts_them(

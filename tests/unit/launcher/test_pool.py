@@ -2,17 +2,35 @@ import pytest
 
 from launcher.pool import Drain, Member, Scale, SizePlan, check_order, plan_size
 from pdserve.errors import ConfigError
-from pdserve.request import Role
+from pdserve.registry.base import WorkerRecord
+from pdserve.request import Incarnation, Role, WorkerId
+
+RECORD = WorkerRecord(
+    worker_id=WorkerId("any"),
+    role=Role.DECODE,
+    incarnation=Incarnation(1),
+    address="",
+    metrics_address="",
+    state="ready",
+    compatibility_digest=b"",
+    geometry="",
+    model="",
+    max_model_len=1,
+    total_blocks=1,
+    block_size=16,
+    face_pid=1,
+    rank_pids=(),
+)
 
 
-def member(worker_id: str, *, is_draining: bool = False) -> Member:
+def member(worker_id: str, *, is_draining: bool = False, is_starting: bool = False) -> Member:
     return Member(
         worker_id=worker_id,
         role=Role(worker_id.rpartition("-")[0]),
         face_pid=1,
         num_restarts=0,
         is_draining=is_draining,
-        record=None,
+        record=None if is_starting else RECORD,
     )
 
 
@@ -31,6 +49,23 @@ def test_pool_grows_by_the_lowest_free_numbers() -> None:
 def test_pool_shrinks_by_the_highest_numbers() -> None:
     members = tuple(member(f"decode-{i}") for i in (10, 9, 2))
     assert plan_size(members, scale(1)) == SizePlan(retired=("decode-9", "decode-10"))
+
+
+def test_C15_those_that_start_leave_before_those_that_serve() -> None:
+    members = (member("decode-0", is_starting=True), member("decode-1"), member("decode-2"))
+    assert plan_size(members, scale(2)) == SizePlan(retired=("decode-0",))
+    assert plan_size(members, scale(1)) == SizePlan(retired=("decode-0", "decode-2"))
+
+
+def test_pool_that_may_be_empty_loses_its_last() -> None:
+    check_order(POOLS, scale(0), pools=Role, can_be_empty=True)
+    check_order(POOLS, Drain(worker_id="prefill-0"), pools=Role, can_be_empty=True)
+    with pytest.raises(ConfigError):
+        check_order(POOLS, scale(-1), pools=Role, can_be_empty=True)
+
+
+def test_empty_pool_grows_again() -> None:
+    assert plan_size((), scale(2)) == SizePlan(added=("decode-0", "decode-1"))
 
 
 def test_pool_of_the_right_size_stays() -> None:
@@ -61,20 +96,20 @@ def test_drain_retires_one_and_only_once() -> None:
 )
 def test_pool_that_would_be_empty_is_refused(order: Scale | Drain, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        check_order(POOLS, order)
+        check_order(POOLS, order, pools=Role)
 
 
 def test_last_that_does_not_drain_already_is_refused() -> None:
     members = (member("decode-0"), member("decode-1", is_draining=True))
     with pytest.raises(ConfigError, match="decode-0 is the last"):
-        check_order(members, Drain(worker_id="decode-0"))
+        check_order(members, Drain(worker_id="decode-0"), pools=Role)
 
 
 def test_pool_that_was_never_started_is_refused() -> None:
     with pytest.raises(ConfigError, match="started without a prefill pool"):
-        check_order((member("decode-0"),), scale(1, Role.PREFILL))
+        check_order((member("decode-0"),), scale(1, Role.PREFILL), pools=[Role.DECODE])
 
 
 def test_unknown_replica_is_a_key_error() -> None:
     with pytest.raises(KeyError):
-        check_order(POOLS, Drain(worker_id="decode-7"))
+        check_order(POOLS, Drain(worker_id="decode-7"), pools=Role)

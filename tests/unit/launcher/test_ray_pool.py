@@ -54,7 +54,7 @@ def test_the_flag_of_the_dashboard_reaches_the_ray_place(
         def __init__(self, config: RayConfig, **rest: object) -> None:
             configs.append(config)
 
-    def run(cluster: LocalCluster) -> int:
+    def run(cluster: LocalCluster, scaled: object) -> int:
         return 0
 
     monkeypatch.setattr("launcher.commands.serve.RayPlace", Seen)

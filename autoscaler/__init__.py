@@ -1,0 +1,1 @@
+"""How many replicas each pool should have, and what makes it so."""

@@ -1,0 +1,168 @@
+"""Carries out what the policy decides: figures in once a second, orders to the pools out."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from autoscaler.figures import Decision, Numbers, Reading
+from autoscaler.policy import POOLS, ScalingPolicy
+from autoscaler.settings import PoolRange, ScalingSettings
+from pdserve.errors import PdserveError
+from pdserve.predictor.predictor import Predictor
+from pdserve.request import Role
+from pdserve.timeline import Clock
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+
+
+class Pools(Protocol):
+    """What changes its size: replicas of this machine, of Ray or of Kubernetes."""
+
+    def scale(self, role: Role, num_replicas: int) -> None:
+        """Begins to start replicas until the pool has so many, those that start counted.
+
+        Raises:
+            PdserveError: it cannot now; the next round tries again.
+        """
+        ...
+
+    def drain(self, worker_id: str) -> None:
+        """Begins to drain one replica for good: it finishes or hands over what it has.
+
+        Raises:
+            PdserveError: it cannot now; the next round tries again.
+            KeyError: there is no such replica any more.
+        """
+        ...
+
+
+class Figures(Protocol):
+    """Where a controller looks."""
+
+    def read(self) -> Reading:
+        """Returns all that is known now; does not raise when something does not answer."""
+        ...
+
+
+class Controller:
+    """Sizes the pools of one cluster. `run` has a thread of its own; the rest is for any thread."""
+
+    def __init__(
+        self,
+        settings: ScalingSettings,
+        figures: Figures,
+        pools: Pools,
+        clock: Clock,
+        *,
+        predictor: Predictor,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            settings: ranges and targets.
+            figures: what to look at.
+            pools: what to order from.
+            clock: monotonic time.
+            predictor: fed by whoever has samples; may know nothing.
+            report: takes a line for each decision.
+        """
+        self._settings = settings
+        self._figures = figures
+        self._pools = pools
+        self._clock = clock
+        self._report = report
+        self._policy = ScalingPolicy(settings, predictor)
+        self._lock = threading.Lock()
+        """Of the policy."""
+
+    @property
+    def settings(self) -> ScalingSettings:
+        """As of now."""
+        return self._settings
+
+    @property
+    def numbers(self) -> Numbers:
+        """What is known of each pool."""
+        with self._lock:
+            return self._policy.numbers
+
+    def history(self) -> tuple[tuple[float, Decision], ...]:
+        """Returns the last decisions, oldest first, each with its age in seconds."""
+        now_s = self._clock.now()
+        with self._lock:
+            return tuple((now_s - decision.at_s, decision) for decision in self._policy.history)
+
+    def set_ranges(self, prefill: PoolRange | None, decode: PoolRange | None) -> None:
+        """Changes bounds from now on.
+
+        Raises:
+            ConfigError: they cannot be.
+        """
+        with self._lock:
+            self._settings = self._with_ranges(prefill, decode)
+            self._policy.use(self._settings)
+
+    def preview(self, prefill: PoolRange | None, decode: PoolRange | None) -> list[str]:
+        """Says what other bounds would change at once.
+
+        Raises:
+            ConfigError: they cannot be.
+        """
+        settings = self._with_ranges(prefill, decode)
+        lines = []
+        with self._lock:
+            for role in POOLS:
+                active = self._policy.numbers[role].num_active
+                size = settings.range_of(role).clamp(active)
+                if size > active:
+                    lines.append(f"{role}: {size - active} more would start: {active} -> {size}")
+                elif size < active:
+                    names = self._policy.leavers(self._clock.now(), role, active - size)
+                    lines.append(f"{role}: {', '.join(names)} would leave: {active} -> {size}")
+                else:
+                    lines.append(f"{role}: stays at {active}")
+        return lines
+
+    def run(self, stopped: threading.Event) -> None:
+        """Decides once a second until it is told to stop."""
+        while not stopped.wait(TICK_S):
+            try:
+                self.tick()
+            except Exception:
+                # A cluster without its autoscaler is worse than a round that was lost.
+                logger.exception("a round of scaling failed")
+
+    def tick(self) -> tuple[Decision, ...]:
+        """Looks, decides, orders."""
+        reading = self._figures.read()
+        with self._lock:
+            decisions = self._policy.decide(self._clock.now(), reading)
+        for decision in decisions:
+            line = decision.describe()
+            logger.info("scaling", extra={"decision": line})
+            self._report(line)
+            self._carry_out(decision)
+        return decisions
+
+    def _carry_out(self, decision: Decision) -> None:
+        try:
+            for worker_id in decision.retired:
+                self._pools.drain(worker_id)
+            if decision.kind == "grow":
+                self._pools.scale(decision.role, decision.size)
+            # After a flip, the pool grows as soon as the other one has let go.
+        except KeyError as error:
+            self._report(f"{decision.role}: {error.args[0]} is gone already")
+        except PdserveError as error:
+            self._report(f"{decision.role}: not done: {error}")
+
+    def _with_ranges(self, prefill: PoolRange | None, decode: PoolRange | None) -> ScalingSettings:
+        settings = self._settings
+        return replace(
+            settings, prefill=prefill or settings.prefill, decode=decode or settings.decode
+        )

@@ -1,0 +1,225 @@
+"""What is asked of each pool: the figures of the last minutes, turned into needs. Pure."""
+
+from dataclasses import dataclass, replace
+
+from autoscaler.figures import PoolNumbers, Traffic, WorkerFigures
+from autoscaler.need import DecodeLoad, Need, PrefillLoad, decode_need, prefill_need
+from autoscaler.roster import Roster
+from autoscaler.settings import ScalingSettings
+from autoscaler.speed import SpeedMeter
+from autoscaler.window import CounterWindow, Window
+from pdserve.predictor.predictor import Predictor
+from pdserve.request import Role
+
+_MOST_GROWTH = 1.5
+"""A rise is not followed further than this: what climbs does not climb forever."""
+_LEAST_RISE_S = 120.0
+"""Over shorter times, chance looks like a climb."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    arrived: CounterWindow
+    prompt_tokens: CounterWindow
+    output_tokens: CounterWindow
+    busy: Window
+    """Replicas that have prompts to compute."""
+    sequences: Window
+    running: Window
+
+
+class Demand:
+    """Watches traffic and loads. One thread."""
+
+    def __init__(self, settings: ScalingSettings, predictor: Predictor) -> None:
+        """Has seen nothing."""
+        self._settings = settings
+        self._predictor = predictor
+        keep_s = 4 * max(settings.rate_window_s, _LEAST_RISE_S, settings.start_s)
+        self._counts = _Counts(
+            arrived=CounterWindow(keep_s),
+            prompt_tokens=CounterWindow(keep_s),
+            output_tokens=CounterWindow(keep_s),
+            busy=Window(keep_s),
+            sequences=Window(keep_s),
+            running=Window(keep_s),
+        )
+        self._speed = SpeedMeter()
+        self._traffic: Traffic | None = None
+        self._workers: dict[Role, list[WorkerFigures]] = {role: [] for role in Role}
+        self._start_s = dict.fromkeys(Role, settings.start_s)
+        self._serving_ids: frozenset[str] = frozenset()
+        self._is_backlogged = False
+
+    def use(self, settings: ScalingSettings) -> None:
+        """Takes other bounds and targets; what was seen is kept."""
+        self._settings = settings
+
+    def has_new(self, traffic: Traffic) -> bool:
+        """Says whether requests came since the last call of `note`."""
+        return self._traffic is not None and traffic.num_arrived != self._traffic.num_arrived
+
+    def note(self, now_s: float, traffic: Traffic, roster: Roster) -> None:
+        """Takes figures; replicas that only start have none that count."""
+        self._traffic = traffic
+        self._workers = {role: roster.serving(role, now_s) for role in Role}
+        self._start_s = dict(roster.start_s)
+        prefill, decode = self._workers[Role.PREFILL], self._workers[Role.DECODE]
+        counts = self._counts
+        counts.arrived.add(now_s, traffic.num_arrived)
+        counts.prompt_tokens.add(now_s, traffic.prompt_tokens)
+        counts.output_tokens.add(now_s, traffic.output_tokens)
+        if self._settings.prefill.most:
+            num_busy = sum(w.num_running > 0 or w.queued_tokens > 0 for w in prefill)
+        else:
+            num_busy = sum(w.queued_tokens > 0 for w in decode)
+        counts.busy.add(now_s, num_busy)
+        first = Role.PREFILL if self._settings.prefill.most else Role.DECODE
+        self._speed.note(
+            now_s,
+            self._workers[first],
+            traffic.prompt_tokens,
+            self._backlog_tokens(first),
+            num_busy,
+        )
+        counts.running.add(now_s, sum(w.num_running for w in decode))
+        counts.sequences.add(
+            now_s,
+            sum(w.num_running + w.num_waiting for w in decode) + sum(w.num_held for w in prefill),
+        )
+        ids = frozenset(w.worker_id for w in decode)
+        if ids != self._serving_ids:
+            self._serving_ids = ids
+            # A pool of another size, or with a cold replica in it: its times say nothing yet.
+            counts.running.clear()
+
+    @property
+    def is_decode_full(self) -> bool:
+        """No decode replica has room: what prefill computes has to wait."""
+        decode = self._workers[Role.DECODE]
+        if not decode:
+            return False
+        has_slots = any(w.num_running + w.num_waiting < w.max_num_seqs for w in decode)
+        return not has_slots or self._kv_share(Role.DECODE) >= self._settings.kv_full_share
+
+    @property
+    def is_starving(self) -> bool:
+        """Prompts wait for prefill longer than they should, or will."""
+        if self._traffic is None:
+            return False
+        return self._is_backlogged or self._traffic.oldest_s > self._settings.ttft_s
+
+    def needs(self, role: Role) -> tuple[Need, Need]:
+        """Returns what a pool needs, and what it would need with the margin of shrinking."""
+        settings, predictor = self._settings, self._predictor
+        margin = settings.shrink_margin
+        if settings.range_of(role).most == 0:
+            none = Need(replicas=0, why="this pool is off")
+            return none, none
+        if role is Role.PREFILL:
+            load = self._prefill_load(Role.PREFILL)
+            need = prefill_need(load, settings, predictor)
+            self._is_backlogged = (need.backlog_s or 0.0) > settings.ttft_s * max(
+                load.num_serving, 1
+            )
+            # A climb that is foreseen is no reason to keep replicas of a hill that was climbed.
+            steady = replace(load, growth=1.0)
+            return need, prefill_need(steady, settings, predictor, margin)
+        own = self._decode_load()
+        need = decode_need(own, settings, predictor)
+        strict = decode_need(replace(own, growth=1.0), settings, predictor, margin)
+        if settings.prefill.most == 0:
+            # Decode replicas prefill: whichever half of their work asks for more.
+            prompts = self._prefill_load(Role.DECODE)
+            need = _larger(need, prefill_need(prompts, settings, predictor))
+            strict = _larger(strict, prefill_need(prompts, settings, predictor, margin))
+        return need, strict
+
+    def numbers(self, role: Role) -> PoolNumbers:
+        """Returns the figures that the needs of a pool rest on."""
+        assert self._traffic is not None
+        workers = self._workers[role]
+        is_first = role is Role.PREFILL or self._settings.prefill.most == 0
+        return PoolNumbers(
+            backlog_tokens=self._backlog_tokens(role) if is_first else 0,
+            oldest_s=self._traffic.oldest_s,
+            num_sequences=sum(w.num_running + w.num_waiting for w in workers),
+            kv_share=self._kv_share(role),
+            tpot_s=self._measured_tpot_s if role is Role.DECODE else None,
+        )
+
+    def _prefill_load(self, role: Role) -> PrefillLoad:
+        assert self._traffic is not None
+        settings, counts = self._settings, self._counts
+        workers = self._workers[role]
+        rate = counts.arrived.per_s(settings.rate_window_s)
+        ahead_s = self._start_s[role]
+        over_s = max(_LEAST_RISE_S, 2 * ahead_s)
+        rise = counts.prompt_tokens.rise(over_s) * (ahead_s + settings.rate_window_s / 2)
+        tokens_per_s = counts.prompt_tokens.per_s(settings.rate_window_s)
+        return PrefillLoad(
+            worker_class=_class_of(workers),
+            requests_per_s=rate,
+            tokens_per_s=tokens_per_s,
+            backlog_tokens=self._backlog_tokens(role),
+            oldest_s=self._traffic.oldest_s,
+            num_serving=len(workers),
+            busy_replicas=counts.busy.mean(settings.rate_window_s),
+            measured_tokens_per_s=self._speed.tokens_per_s,
+            start_s=ahead_s,
+            growth=_growth(tokens_per_s, rise),
+        )
+
+    def _decode_load(self) -> DecodeLoad:
+        settings, counts = self._settings, self._counts
+        workers = self._workers[Role.DECODE]
+        # The most of the last seconds: sequences that end at once leave room only for a moment.
+        sequences = counts.sequences.mean(settings.rate_window_s / 3)
+        ahead_s = self._start_s[Role.DECODE]
+        over_s = max(_LEAST_RISE_S, 2 * ahead_s)
+        rise = counts.sequences.mean_rise(over_s) * ahead_s
+        used = sum(w.used_blocks * w.block_size for w in workers)
+        held = sum(w.total_blocks * w.block_size for w in workers)
+        return DecodeLoad(
+            worker_class=_class_of(workers),
+            num_sequences=max(sequences, counts.sequences.last),
+            mean_sequences=counts.sequences.mean(settings.rate_window_s),
+            num_running=sum(w.num_running for w in workers),
+            used_tokens=used,
+            tokens_per_replica=held / len(workers) if workers else 0.0,
+            max_num_seqs=min((w.max_num_seqs for w in workers), default=1),
+            measured_tpot_s=self._measured_tpot_s,
+            num_serving=len(workers),
+            growth=_growth(sequences, rise),
+        )
+
+    def _backlog_tokens(self, role: Role) -> int:
+        assert self._traffic is not None
+        queued = sum(w.queued_tokens for w in self._workers[role])
+        return queued + self._traffic.waiting_tokens
+
+    def _kv_share(self, role: Role) -> float:
+        total = sum(w.total_blocks for w in self._workers[role])
+        used = sum(w.used_blocks for w in self._workers[role])
+        return used / total if total else 0.0
+
+    @property
+    def _measured_tpot_s(self) -> float | None:
+        """Sequences that run, over tokens per second; None before the pool has settled."""
+        over_s = self._settings.rate_window_s
+        tokens_per_s = self._counts.output_tokens.per_s(over_s)
+        if tokens_per_s <= 0 or self._counts.running.span_s() < over_s:
+            return None
+        return self._counts.running.mean(over_s) / tokens_per_s
+
+
+def _class_of(workers: list[WorkerFigures]) -> str:
+    return workers[0].worker_class if workers else ""
+
+
+def _growth(now: float, rise: float) -> float:
+    return min(1.0 + rise / now, _MOST_GROWTH) if now > 0 else 1.0
+
+
+def _larger(one: Need, other: Need) -> Need:
+    return one if one.replicas >= other.replicas else other

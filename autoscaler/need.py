@@ -1,0 +1,174 @@
+"""How many replicas a load needs: from times that a predictor knows, or without them. Pure."""
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+
+from autoscaler.queueing import servers_needed
+from autoscaler.settings import ScalingSettings
+from pdserve.predictor.predictor import Predictor
+
+_MAX_BATCH = 65_536
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Replicas, and the term that asks for most of them."""
+
+    replicas: int
+    why: str
+    offered: float = 0.0
+    backlog_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillLoad:
+    """What comes to a prefill pool, and what waits there."""
+
+    worker_class: str
+    requests_per_s: float
+    tokens_per_s: float
+    backlog_tokens: int
+    oldest_s: float
+    num_serving: int
+    busy_replicas: float
+    """How many of them had work, on the mean."""
+    measured_tokens_per_s: float | None
+    """Of a busy replica; for as long as the predictor knows nothing."""
+    start_s: float
+    """Until a replica that is started now would serve."""
+    growth: float = 1.0
+    """The rate by then, over the rate now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeLoad:
+    """What a decode pool has, and what waits for it."""
+
+    worker_class: str
+    num_sequences: float
+    """That run there, wait there, or wait at a prefill replica for a place."""
+    mean_sequences: float
+    """The same on the mean of the last while."""
+    num_running: float
+    used_tokens: float
+    tokens_per_replica: float
+    """KV that one holds; 0 while nobody is there to say."""
+    max_num_seqs: int
+    measured_tpot_s: float | None
+    num_serving: int
+    growth: float = 1.0
+    """As of PrefillLoad."""
+
+
+def prefill_need(
+    load: PrefillLoad, settings: ScalingSettings, predictor: Predictor, margin: float = 0.0
+) -> Need:
+    """Returns how many replicas keep TTFT on target.
+
+    Args:
+        load: as of now.
+        settings: targets.
+        predictor: knows seconds, or nothing.
+        margin: of more load, to see whether fewer replicas would do.
+    """
+    scale = (1.0 + margin) * load.growth
+    tokens_per_request = load.tokens_per_s / load.requests_per_s if load.requests_per_s > 0 else 0.0
+    service_s = predictor.prefill_s(load.worker_class, tokens_per_request)
+    if service_s is None and load.measured_tokens_per_s is not None:
+        service_s = tokens_per_request / load.measured_tokens_per_s
+    if service_s is None:
+        return _need_by_tokens(load, settings, margin)
+    rate = load.requests_per_s * scale
+    offered = rate * service_s
+    by_rate = servers_needed(
+        offered,
+        service_s,
+        settings.ttft_s - service_s,
+        tail=settings.tail,
+        utilization=settings.utilization,
+    )
+    # A queue of many prompts is worth its tokens; the fixed cost of each step is small beside it.
+    backlog_s = _backlog_s(load, tokens_per_request, service_s, predictor)
+    # What will be left of it once new replicas serve.
+    left_s = backlog_s + (offered - load.num_serving) * load.start_s
+    by_backlog = 0
+    if backlog_s > settings.ttft_s * max(load.num_serving, 1) and left_s > 0:
+        by_backlog = ceil(offered + left_s / settings.catch_up_s)
+    if by_backlog > by_rate:
+        return Need(replicas=by_backlog, why="backlog", offered=offered, backlog_s=backlog_s)
+    return Need(replicas=by_rate, why="arrivals", offered=offered, backlog_s=backlog_s)
+
+
+def decode_need(
+    load: DecodeLoad, settings: ScalingSettings, predictor: Predictor, margin: float = 0.0
+) -> Need:
+    """Returns how many replicas have room for all sequences and keep TPOT on target."""
+    scale = (1.0 + margin) * load.growth
+    sequences = load.num_sequences * scale
+    if margin:
+        # How many there are at once varies as a Poisson number does: twice its deviation.
+        sequences = load.mean_sequences * scale
+        sequences += 2.0 * sqrt(sequences)
+        scale = sequences / load.num_sequences if load.num_sequences else scale
+    if sequences <= 0:
+        return Need(replicas=0, why="nothing to decode")
+    terms = [(ceil(sequences / load.max_num_seqs), "sequences")]
+    if load.tokens_per_replica > 0 and load.num_running > 0:
+        # Those that wait will take as much as those that run.
+        tokens = load.used_tokens * scale * max(1.0, load.num_sequences / load.num_running)
+        terms.append((ceil(tokens / (settings.kv_share * load.tokens_per_replica)), "KV"))
+    largest = _largest_batch(load, settings, predictor)
+    if largest is not None:
+        terms.append((ceil(sequences / largest), "TPOT"))
+    elif (load.measured_tpot_s or 0.0) > settings.tpot_s and load.num_running > load.num_serving:
+        # Without a predictor one more is tried; with one sequence each, no number of them helps.
+        terms.append((load.num_serving + 1, "measured TPOT"))
+    replicas, why = max(terms, key=lambda term: term[0])
+    offered = sequences / largest if largest is not None else sequences / load.max_num_seqs
+    return Need(replicas=replicas, why=why, offered=offered)
+
+
+def _need_by_tokens(load: PrefillLoad, settings: ScalingSettings, margin: float) -> Need:
+    """Nobody knows how long tokens take: the share of time that replicas are busy tells the load.
+
+    A pool that is always busy asks for one more; what waits, for as many as keep queues short.
+    """
+    by_queue = ceil(load.backlog_tokens * (1.0 + margin) / settings.queue_tokens)
+    busy = load.busy_replicas * (1.0 + margin) * load.growth
+    by_time = ceil(busy / settings.utilization - 1e-9)
+    if by_queue > by_time:
+        return Need(replicas=by_queue, why="waiting tokens", offered=busy)
+    return Need(replicas=by_time, why="busy replicas", offered=busy)
+
+
+def _backlog_s(
+    load: PrefillLoad, tokens_per_request: float, service_s: float, predictor: Predictor
+) -> float:
+    if not load.backlog_tokens:
+        return 0.0
+    if tokens_per_request > 0:
+        return load.backlog_tokens / tokens_per_request * service_s
+    predicted_s = predictor.prefill_s(load.worker_class, load.backlog_tokens)
+    if predicted_s is None and load.measured_tokens_per_s is not None:
+        predicted_s = load.backlog_tokens / load.measured_tokens_per_s
+    return predicted_s or 0.0
+
+
+def _largest_batch(load: DecodeLoad, settings: ScalingSettings, predictor: Predictor) -> int | None:
+    """Returns how many sequences a replica decodes on target.
+
+    None while nothing is known, and where one alone is too slow already: then no number helps.
+    """
+    each = load.used_tokens / load.num_running if load.num_running > 0 else 0.0
+
+    def is_on_target(count: int) -> bool | None:
+        step_s = predictor.decode_step_s(load.worker_class, count, count * each)
+        return None if step_s is None else step_s <= settings.tpot_s
+
+    if not is_on_target(1):
+        return None
+    low, high = 1, min(load.max_num_seqs, _MAX_BATCH) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_on_target(middle) else (low, middle)
+    return low

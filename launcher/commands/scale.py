@@ -1,0 +1,93 @@
+"""`pdserve scale`: other sizes for the pools of a running `pdserve serve`, or what it decided."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from autoscaler.settings import PoolRange, parse_range
+from launcher.control import call_control, control_folder, find_control
+from pdserve.config.load import read_runtime_folder
+from pdserve.errors import ConfigError
+from pdserve.rpc.v1 import control_pb2
+
+_TIMEOUT_S = 10.0
+
+
+def scale(
+    prefill: Annotated[
+        str | None, typer.Option(metavar="N|MIN..MAX", help="Prefill replicas.")
+    ] = None,
+    decode: Annotated[
+        str | None, typer.Option(metavar="N|MIN..MAX", help="Decode replicas.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="As of serve; not needed while one cluster runs here.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would change; change nothing.")
+    ] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show pools, needs and the last decisions.")
+    ] = False,
+) -> int:
+    """Change the size of the pools of a running `pdserve serve`.
+
+    Replicas that leave drain first: no request is cut.
+    """
+    if not status and prefill is None and decode is None:
+        raise ConfigError("--prefill, --decode or --status is needed")
+    file = find_control(control_folder(read_runtime_folder()), cluster)
+    if prefill is not None or decode is not None:
+        request = control_pb2.SetPoolsRequest(
+            prefill=_to_wire(prefill), decode=_to_wire(decode), is_dry_run=dry_run
+        )
+        answer: control_pb2.SetPoolsResponse = call_control(
+            file, lambda stub, key: stub.SetPools(request, timeout=_TIMEOUT_S, metadata=key)
+        )
+        for line in answer.changes:
+            typer.echo(line if dry_run else line.replace(" would ", " "))
+    if status:
+        found: control_pb2.GetScalingResponse = call_control(
+            file,
+            lambda stub, key: stub.GetScaling(
+                control_pb2.GetScalingRequest(), timeout=_TIMEOUT_S, metadata=key
+            ),
+        )
+        console = Console(width=120)
+        console.print(pools_table(found))
+        for decision in found.decisions:
+            console.print(f"{decision.age_s:6.0f} s ago  {decision.text}", markup=False)
+    return 0
+
+
+def pools_table(found: control_pb2.GetScalingResponse) -> Table:
+    """Draws one line per pool."""
+    table = Table("pool", "range", "serve", "start", "drain", "need", "survivors", "waiting tokens")
+    for name in ("oldest", "sequences", "KV", "TPOT", "why"):
+        table.add_column(name)
+    for pool in found.pools:
+        table.add_row(
+            pool.role,
+            f"{pool.range.least}..{pool.range.most}",
+            str(pool.num_serving),
+            str(pool.num_starting),
+            str(pool.num_draining),
+            str(pool.need),
+            str(pool.survivors_need),
+            str(pool.backlog_tokens),
+            f"{pool.oldest_s:.1f} s",
+            str(pool.num_sequences),
+            f"{pool.kv_share:.0%}",
+            f"{pool.tpot_s * 1000:.0f} ms" if pool.HasField("tpot_s") else "",
+            pool.why,
+        )
+    return table
+
+
+def _to_wire(text: str | None) -> control_pb2.PoolRange | None:
+    if text is None:
+        return None
+    bounds: PoolRange = parse_range(text)
+    return control_pb2.PoolRange(least=bounds.least, most=bounds.most)

@@ -1,0 +1,96 @@
+"""A cluster whose pools an autoscaler sizes for as long as it runs."""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from autoscaler.controller import Controller
+from autoscaler.settings import ScalingSettings
+from launcher.control import ControlServer
+from launcher.local_pool import LocalCluster
+from launcher.pool_figures import ClusterFigures
+from pdserve.config.cluster import ClusterConfig
+from pdserve.errors import ConfigError
+from pdserve.predictor.predictor import Predictor
+from pdserve.timeline import MonotonicClock
+
+
+class Autoscaling:
+    """The autoscaler of a cluster that is ready, and the door for `pdserve scale`."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        config: ClusterConfig,
+        settings: ScalingSettings,
+        *,
+        report: Callable[[str], None],
+        control_folder: Path | None,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            cluster: ready, and as it was configured.
+            config: of the cluster.
+            settings: ranges and targets.
+            report: takes a line for each decision.
+            control_folder: where to tell of the door; None: no door.
+        """
+        self._cluster = cluster
+        self._config = config
+        self._settings = settings
+        self._report = report
+        self._folder = control_folder
+        self._stopped = threading.Event()
+        self._stack = ExitStack()
+        self._controller: Controller | None = None
+
+    @property
+    def controller(self) -> Controller:
+        """While it runs."""
+        assert self._controller is not None, "enter first"
+        return self._controller
+
+    def __enter__(self) -> Self:
+        figures = self._stack.enter_context(
+            ClusterFigures(self._cluster, self._config, self._cluster.address)
+        )
+        self._controller = Controller(
+            self._settings,
+            figures,
+            self._cluster,
+            MonotonicClock(),
+            predictor=Predictor(),
+            report=self._report,
+        )
+        thread = threading.Thread(
+            target=self._controller.run, args=(self._stopped,), name="autoscaler", daemon=True
+        )
+        thread.start()
+        self._stack.callback(thread.join)
+        self._stack.callback(self._stopped.set)
+        if self._folder is not None:
+            try:
+                control = ControlServer(
+                    self._controller,
+                    self._folder,
+                    self._cluster.name,
+                    has_prefill=self._config.num_prefill > 0,
+                )
+            except (ConfigError, OSError) as error:
+                # The cluster serves all the same.
+                self._report(f"pdserve scale will not reach this cluster: {error}")
+            else:
+                self._stack.callback(control.stop)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()

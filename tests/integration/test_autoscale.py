@@ -1,0 +1,99 @@
+"""Pools of a real cluster on the CPU that grow and shrink under load, and lose no request."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from autoscaler.settings import PoolRange, ScalingSettings
+from launcher.scaled_cluster import Autoscaling
+from pdserve.config.worker import FaultConfig
+from pdserve.request import Role
+from tests.support.cluster import HarnessClient, running_cluster, wait_until, wait_until_async
+from tests.support.models import tiny_llama_folder  # noqa: F401
+
+SETTINGS = ScalingSettings(
+    prefill=PoolRange(least=1, most=2),
+    decode=PoolRange(least=1, most=2),
+    ttft_s=0.3,
+    tpot_s=0.5,
+    rate_window_s=4.0,
+    settle_s=6.0,
+    confirm_s=1.0,
+    shrink_pause_s=1.0,
+    catch_up_s=4.0,
+    idle_s=8.0,
+    queue_tokens=128,
+)
+SLOW = FaultConfig(step_delay_s=0.25)
+"""One prefill replica does not keep up with twelve clients."""
+
+
+async def ask_until(client: HarnessClient, stopped: asyncio.Event, number: int) -> int:
+    num_done = 0
+    while not stopped.is_set():
+        prompt = [3 + (number * 31 + num_done * 7 + i) % 200 for i in range(200)]
+        found = await client.generate(prompt_ids=prompt, max_tokens=12, ignore_eos=True)
+        assert len(found.token_ids) == 12
+        num_done += 1
+    return num_done
+
+
+def sizes(members: object) -> dict[Role, int]:
+    return {
+        role: sum(m.role is role and not m.is_draining for m in members)  # type: ignore[attr-defined]
+        for role in Role
+    }
+
+
+async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    lines: list[str] = []
+    with running_cluster(tiny_llama_folder, prefill_faults=SLOW) as harness:
+        cluster = harness.cluster
+        with Autoscaling(
+            cluster, harness.config, SETTINGS, report=lines.append, control_folder=None
+        ):
+            async with harness.connect() as client:
+                stopped = asyncio.Event()
+                tasks = [asyncio.create_task(ask_until(client, stopped, i)) for i in range(12)]
+
+                async def has_grown() -> bool:
+                    serving = [m for m in cluster.members() if m.record is not None]
+                    return sum(m.role is Role.PREFILL for m in serving) == 2
+
+                await wait_until_async(has_grown, 60, "prefill has grown")
+                # Those that go on see their pool shrink under them.
+                few = asyncio.Event()
+                light = asyncio.create_task(ask_until(client, few, 99))
+                stopped.set()
+                done = await asyncio.gather(*tasks)
+                assert min(done) >= 1
+
+                async def has_shrunk() -> bool:
+                    return set(sizes(cluster.members()).values()) == {1}
+
+                await wait_until_async(has_shrunk, 60, "both pools have shrunk")
+                few.set()
+                assert await light >= 1
+    assert any(line.startswith("prefill: grow 1 -> 2") for line in lines)
+    assert any(line.startswith("prefill: shrink 2 -> 1") for line in lines)
+
+
+async def test_pools_go_to_zero_and_the_first_request_brings_them_back(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    settings = ScalingSettings(
+        prefill=PoolRange(least=0, most=1), decode=PoolRange(least=0, most=1), idle_s=2.0
+    )
+    with running_cluster(tiny_llama_folder, can_be_empty=True) as harness:
+        cluster = harness.cluster
+        with Autoscaling(
+            cluster, harness.config, settings, report=harness.lines.append, control_folder=None
+        ):
+            wait_until(lambda: cluster.members() == (), 30)
+            async with harness.connect() as client:
+                started_s = time.monotonic()
+                found = await client.generate(text="hello", max_tokens=4, ignore_eos=True)
+                assert len(found.token_ids) == 4
+                assert time.monotonic() - started_s < 55

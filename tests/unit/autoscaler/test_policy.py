@@ -1,0 +1,286 @@
+"""One decision at a time: figures in, changes out."""
+
+from dataclasses import replace
+
+from autoscaler.figures import Decision, Reading, Traffic, WorkerFigures
+from autoscaler.policy import ScalingPolicy
+from autoscaler.settings import PoolRange, ScalingSettings
+from pdserve.predictor.predictor import Predictor
+from pdserve.request import Role
+from tests.support.scaling_model import PROFILE, WORKER_CLASS
+
+SETTINGS = ScalingSettings(
+    prefill=PoolRange(least=1, most=8), decode=PoolRange(least=1, most=8), tpot_s=0.05
+)
+CALM = Traffic(num_arrived=0, prompt_tokens=0, output_tokens=0)
+BUSY = Traffic(num_arrived=0, prompt_tokens=0, output_tokens=0, num_in_flight=9)
+
+
+def worker(name: str, *, is_serving: bool = True, **fields: object) -> WorkerFigures:
+    figures = WorkerFigures(
+        worker_id=name,
+        role=Role(name.partition("-")[0]),
+        is_serving=is_serving,
+        worker_class=WORKER_CLASS,
+        total_blocks=1000,
+        max_num_seqs=64,
+    )
+    return replace(figures, **fields)  # type: ignore[arg-type]
+
+
+PAIR = (worker("prefill-0"), worker("decode-0"))
+
+
+class Clocked:
+    """A policy and the time."""
+
+    def __init__(self, settings: ScalingSettings = SETTINGS, *, is_fitted: bool = True) -> None:
+        self.policy = ScalingPolicy(settings, Predictor([PROFILE] if is_fitted else []))
+        self.now_s = 0.0
+
+    def see(
+        self, *workers: WorkerFigures, traffic: Traffic | None = BUSY, seconds: float = 1.0
+    ) -> list[Decision]:
+        """Shows the same figures once a second, and returns all that was decided."""
+        found: list[Decision] = []
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += 1.0
+            found += self.policy.decide(self.now_s, Reading(workers=workers, traffic=traffic))
+        return found
+
+
+def kinds(decisions: list[Decision]) -> list[tuple[str, Role, int]]:
+    return [(one.kind, one.role, one.size) for one in decisions]
+
+
+def test_pools_in_balance_are_left_alone() -> None:
+    assert Clocked().see(*PAIR, seconds=30) == []
+
+
+def test_backlog_makes_prefill_grow_although_nothing_arrives_any_more() -> None:
+    loaded = worker("prefill-0", queued_tokens=500_000, num_running=1)
+    decisions = Clocked().see(loaded, PAIR[1])
+    assert kinds(decisions) == [("grow", Role.PREFILL, 2)]
+    assert decisions[0].numbers.backlog_tokens == 500_000
+    assert decisions[0].numbers.backlog_s is not None
+    assert decisions[0].numbers.backlog_s > 10
+
+
+def test_waiting_tokens_make_prefill_grow_while_nobody_knows_how_long_they_take() -> None:
+    loaded = worker("prefill-0", queued_tokens=5_000, num_running=1)
+    decisions = Clocked(is_fitted=False).see(loaded, PAIR[1])
+    assert kinds(decisions) == [("grow", Role.PREFILL, 2)]
+    assert decisions[0].numbers.backlog_s is None
+    assert decisions[0].numbers.why == "waiting tokens"
+
+
+def test_starting_replicas_count_so_that_a_need_is_ordered_once() -> None:
+    clocked = Clocked()
+    loaded = worker("prefill-0", queued_tokens=250_000, num_running=1)
+    assert kinds(clocked.see(loaded, PAIR[1])) == [("grow", Role.PREFILL, 2)]
+    starting = worker("prefill-1", is_serving=False)
+    assert clocked.see(loaded, starting, PAIR[1], seconds=15) == []
+
+
+def test_dynamos_queue_blind_case_old_requests_grow_prefill_whatever_the_figures_say() -> None:
+    # All rates and queues read zero, and yet somebody waits.
+    waiting = replace(BUSY, oldest_s=2.0)
+    decisions = Clocked().see(*PAIR, traffic=waiting, seconds=5)
+    assert kinds(decisions) == [("grow", Role.PREFILL, 2)]
+    assert decisions[0].numbers.why == "the oldest request waits too long"
+
+
+def test_pool_that_grew_for_old_requests_alone_waits_before_it_grows_again() -> None:
+    clocked = Clocked()
+    waiting = replace(BUSY, oldest_s=2.0)
+    clocked.see(*PAIR, traffic=waiting, seconds=5)
+    more = (worker("prefill-0"), worker("prefill-1"), worker("decode-0"))
+    assert clocked.see(*more, traffic=waiting, seconds=15) == []
+    assert len(clocked.see(*more, traffic=waiting, seconds=15)) == 1
+
+
+def test_sequences_that_fill_the_kv_make_decode_grow() -> None:
+    full = worker("decode-0", num_running=20, used_blocks=900)
+    decisions = Clocked().see(PAIR[0], full)
+    assert kinds(decisions) == [("grow", Role.DECODE, 2)]
+    assert decisions[0].numbers.why == "KV"
+    assert decisions[0].numbers.kv_share == 0.9
+
+
+def test_batch_that_is_too_slow_makes_decode_grow() -> None:
+    # 60 sequences take 20 + 60 x 0.6 = 56 ms a step; 50 ms are wanted.
+    slow = worker("decode-0", num_running=60, used_blocks=100)
+    decisions = Clocked().see(PAIR[0], slow)
+    assert kinds(decisions) == [("grow", Role.DECODE, 2)]
+    assert decisions[0].numbers.why == "TPOT"
+
+
+def test_no_number_of_replicas_helps_when_one_sequence_is_too_slow_by_itself() -> None:
+    clocked = Clocked(replace(SETTINGS, tpot_s=0.01))
+    assert clocked.see(PAIR[0], worker("decode-0", num_running=10, used_blocks=100)) == []
+
+
+def test_decode_does_not_grow_while_prefill_starves() -> None:
+    starving = worker("prefill-0", queued_tokens=500_000, num_running=1)
+    slow = worker("decode-0", num_running=60, used_blocks=100)
+    clocked = Clocked()
+    assert kinds(clocked.see(starving, slow)) == [("grow", Role.PREFILL, 2)]
+    assert clocked.policy.numbers[Role.DECODE].why == "held back: prefill starves"
+
+
+def test_prefill_does_not_grow_while_decode_is_full() -> None:
+    starving = worker("prefill-0", queued_tokens=500_000, num_held=8)
+    full = worker("decode-0", num_running=64, used_blocks=990)
+    clocked = Clocked()
+    waiting = replace(BUSY, oldest_s=30.0)
+    decisions = clocked.see(starving, full, traffic=waiting)
+    assert kinds(decisions) == [("grow", Role.DECODE, 2)]
+    assert clocked.policy.numbers[Role.PREFILL].why == "held back: decode is full"
+
+
+def test_held_prompts_count_as_sequences_that_decode_has_to_take() -> None:
+    held = worker("prefill-0", num_held=40)
+    decisions = Clocked().see(held, worker("decode-0", num_running=40, used_blocks=300))
+    assert kinds(decisions) == [("grow", Role.DECODE, 2)]
+
+
+def test_pool_shrinks_to_what_survivors_can_carry_after_it_settled() -> None:
+    clocked = Clocked()
+    three = (*PAIR, worker("decode-1", num_running=1), worker("decode-2"))
+    assert clocked.see(*three, seconds=299) == []
+    decisions = clocked.see(*three, seconds=3)
+    assert kinds(decisions) == [("shrink", Role.DECODE, 1)]
+    assert decisions[0].retired == ("decode-0", "decode-2")
+
+
+def test_pool_does_not_shrink_when_the_survivors_would_not_fit() -> None:
+    # Each of two holds 45 % of its KV: one alone would be at 90 % and 80 % are allowed.
+    pair = [worker(f"decode-{i}", num_running=10, used_blocks=450) for i in range(2)]
+    assert Clocked().see(PAIR[0], *pair, seconds=900) == []
+
+
+def test_idle_is_data_a_pool_without_requests_goes_to_its_least_size() -> None:
+    clocked = Clocked()
+    four = [worker(f"prefill-{i}") for i in range(4)]
+    decisions = clocked.see(*four, PAIR[1], traffic=CALM, seconds=400)
+    assert kinds(decisions[:1]) == [("shrink", Role.PREFILL, 1)]
+
+
+def test_pools_that_may_be_empty_go_when_idle_and_return_with_the_first_request() -> None:
+    settings = replace(
+        SETTINGS, prefill=PoolRange(least=0, most=2), decode=PoolRange(least=0, most=2)
+    )
+    clocked = Clocked(settings)
+    gone = clocked.see(*PAIR, traffic=CALM, seconds=301)
+    assert kinds(gone) == [("shrink", Role.PREFILL, 0), ("shrink", Role.DECODE, 0)]
+    assert clocked.see(traffic=CALM, seconds=60) == []
+    first = Traffic(
+        num_arrived=1,
+        prompt_tokens=10,
+        output_tokens=0,
+        num_waiting=1,
+        waiting_tokens=10,
+        num_in_flight=1,
+    )
+    back = clocked.see(traffic=first, seconds=1)
+    assert kinds(back) == [("grow", Role.PREFILL, 1), ("grow", Role.DECODE, 1)]
+
+
+def test_C15_starting_replicas_leave_before_any_that_serves() -> None:
+    clocked = Clocked(replace(SETTINGS, prefill=PoolRange(least=1, most=8)))
+    workers = (*PAIR, worker("prefill-1"), worker("prefill-2", is_serving=False))
+    decisions = clocked.see(*workers, seconds=302)
+    assert kinds(decisions) == [("shrink", Role.PREFILL, 1)]
+    # Not the one that only starts stays: it goes first, and of the others the least busy.
+    assert decisions[0].retired[0] == "prefill-2"
+
+
+def test_least_busy_replicas_leave_first() -> None:
+    clocked = Clocked()
+    workers = (PAIR[0], worker("decode-0", num_running=1), worker("decode-1", num_running=3))
+    decisions = clocked.see(*workers, seconds=302)
+    assert decisions[0].retired == ("decode-0",)
+
+
+def test_C18_registry_that_forgets_everybody_starts_and_removes_nobody() -> None:
+    clocked = Clocked()
+    busy = [worker(f"decode-{i}", num_running=20, used_blocks=450) for i in range(2)]
+    clocked.see(PAIR[0], *busy, seconds=400)
+    unheard = [replace(one, is_serving=False) for one in (PAIR[0], *busy)]
+    assert clocked.see(*unheard, seconds=14) == []
+    numbers = clocked.policy.numbers
+    assert (numbers[Role.PREFILL].num_serving, numbers[Role.DECODE].num_serving) == (1, 2)
+
+
+def test_nothing_is_decided_while_no_router_answers() -> None:
+    clocked = Clocked()
+    loaded = worker("prefill-0", queued_tokens=500_000)
+    assert clocked.see(loaded, PAIR[1], traffic=None, seconds=600) == []
+
+
+def test_counters_of_a_restarted_router_make_no_spike() -> None:
+    clocked = Clocked()
+    old = replace(BUSY, num_arrived=1_000_000, prompt_tokens=900_000_000)
+    clocked.see(*PAIR, traffic=old, seconds=30)
+    assert clocked.see(*PAIR, traffic=BUSY, seconds=30) == []
+
+
+def test_pool_never_more_than_doubles_at_once() -> None:
+    loaded = [worker(f"prefill-{i}", queued_tokens=10**6) for i in range(3)]
+    decisions = Clocked().see(*loaded, PAIR[1])
+    assert kinds(decisions) == [("grow", Role.PREFILL, 6)]
+
+
+def test_pool_stays_within_its_range() -> None:
+    loaded = [worker(f"prefill-{i}", queued_tokens=10**6) for i in range(8)]
+    assert Clocked().see(*loaded, PAIR[1], seconds=20) == []
+
+
+def test_pool_above_its_range_is_not_grown_but_shrinks_in_time() -> None:
+    many = [worker(f"decode-{i}", num_running=60, used_blocks=100) for i in range(9)]
+    assert Clocked().see(PAIR[0], *many, seconds=20) == []
+
+
+def test_full_house_flips_a_replica_that_the_other_pool_can_spare() -> None:
+    clocked = Clocked(replace(SETTINGS, most_in_all=3))
+    loaded = worker("prefill-0", queued_tokens=500_000, num_running=1)
+    spare = (worker("decode-0", num_running=2), worker("decode-1"))
+    decisions = clocked.see(loaded, *spare)
+    assert kinds(decisions) == [("flip", Role.PREFILL, 2)]
+    assert decisions[0].retired == ("decode-1",)
+    leaving = replace(spare[1], is_draining=True, is_serving=False)
+    assert clocked.see(loaded, spare[0], leaving, seconds=10) == []
+    assert kinds(clocked.see(loaded, spare[0])) == [("grow", Role.PREFILL, 2)]
+
+
+def test_full_house_flips_nobody_whom_the_other_pool_needs() -> None:
+    clocked = Clocked(replace(SETTINGS, most_in_all=3))
+    loaded = worker("prefill-0", queued_tokens=500_000, num_running=1)
+    busy = [worker(f"decode-{i}", num_running=10, used_blocks=450) for i in range(2)]
+    assert clocked.see(loaded, *busy, seconds=20) == []
+
+
+def test_flip_beats_a_start_where_weights_stay_and_drains_are_fast() -> None:
+    settings = replace(SETTINGS, flips_in_place=True, drain_s=2.0, start_s=30.0)
+    loaded = worker("prefill-0", queued_tokens=500_000, num_running=1)
+    spare = (worker("decode-0", num_running=2), worker("decode-1"))
+    assert kinds(Clocked(settings).see(loaded, *spare)) == [("flip", Role.PREFILL, 2)]
+    slow = replace(settings, drain_s=60.0)
+    assert kinds(Clocked(slow).see(loaded, *spare)) == [("grow", Role.PREFILL, 2)]
+
+
+def test_decode_replicas_that_prefill_grow_with_the_prompts_that_wait() -> None:
+    settings = replace(SETTINGS, prefill=PoolRange(least=0, most=0))
+    loaded = worker("decode-0", queued_tokens=500_000, num_running=3)
+    decisions = Clocked(settings).see(loaded)
+    assert kinds(decisions) == [("grow", Role.DECODE, 2)]
+
+
+def test_history_keeps_each_decision_with_its_numbers() -> None:
+    clocked = Clocked()
+    clocked.see(worker("prefill-0", queued_tokens=500_000), PAIR[1])
+    (decision,) = clocked.policy.history
+    line = decision.describe()
+    assert line.startswith("prefill: grow 1 -> 2: backlog; 1 serve, 0 start, need ")
+    assert "backlog 500000 tokens (" in line

@@ -1,0 +1,166 @@
+"""The door of `pdserve scale`: who may come in, and what it does."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autoscaler.controller import Controller
+from autoscaler.figures import Reading, Traffic, WorkerFigures
+from autoscaler.settings import PoolRange, ScalingSettings
+from launcher.control import ControlFile, ControlServer, call_control, control_folder, find_control
+from pdserve.errors import ConfigError, InternalError
+from pdserve.predictor.predictor import Predictor
+from pdserve.request import Role
+from pdserve.rpc.v1 import control_pb2
+from pdserve.timeline import ManualClock
+
+
+class FakePools:
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, object]] = []
+        self.is_broken = False
+
+    def read(self) -> Reading:
+        workers = tuple(
+            WorkerFigures(worker_id=f"{role}-0", role=role, is_serving=True, total_blocks=9)
+            for role in Role
+        )
+        traffic = Traffic(num_arrived=1, prompt_tokens=1, output_tokens=1, num_in_flight=1)
+        return Reading(workers=workers, traffic=traffic)
+
+    def scale(self, role: Role, num_replicas: int) -> None:
+        if self.is_broken:
+            raise InternalError("no room")
+        self.orders.append((role, num_replicas))
+
+    def drain(self, worker_id: str) -> None:
+        self.orders.append(("drain", worker_id))
+
+
+class Door:
+    def __init__(self, folder: Path) -> None:
+        self.pools = FakePools()
+        self.clock = ManualClock()
+        self.lines: list[str] = []
+        self.controller = Controller(
+            ScalingSettings(),
+            self.pools,
+            self.pools,
+            self.clock,
+            predictor=Predictor(),
+            report=self.lines.append,
+        )
+        self.server = ControlServer(self.controller, folder, "mine", has_prefill=True)
+
+    def tick(self) -> None:
+        self.clock.advance(1.0)
+        self.controller.tick()
+
+    def set_decode(self, least: int, most: int, *, is_dry_run: bool = False) -> list[str]:
+        request = control_pb2.SetPoolsRequest(
+            decode=control_pb2.PoolRange(least=least, most=most), is_dry_run=is_dry_run
+        )
+        answer = call_control(
+            self.server.file, lambda stub, key: stub.SetPools(request, timeout=5, metadata=key)
+        )
+        return list(answer.changes)
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    door = Door(tmp_path / "run")
+    door.tick()
+    yield door
+    door.server.stop()
+
+
+def test_dry_run_says_what_would_change_and_changes_nothing(door: Door) -> None:
+    assert door.set_decode(3, 3, is_dry_run=True) == [
+        "prefill: stays at 1",
+        "decode: 2 more would start: 1 -> 3",
+    ]
+    door.tick()
+    assert door.pools.orders == []
+
+
+def test_new_range_is_carried_out_with_the_next_round(door: Door) -> None:
+    door.set_decode(2, 3)
+    door.tick()
+    assert door.pools.orders == [(Role.DECODE, 2)]
+    assert door.controller.settings.decode == PoolRange(least=2, most=3)
+    assert door.lines[0].startswith("decode: grow 1 -> 2: below its range")
+
+
+def test_order_that_fails_is_told_and_tried_again(door: Door) -> None:
+    door.set_decode(2, 3)
+    door.pools.is_broken = True
+    door.tick()
+    assert door.lines[-1] == "decode: not done: no room"
+    door.pools.is_broken = False
+    for _ in range(6):
+        door.tick()
+    assert door.pools.orders == [(Role.DECODE, 2)]
+
+
+def test_status_tells_pools_and_decisions(door: Door) -> None:
+    door.set_decode(2, 3)
+    door.tick()
+    found = call_control(
+        door.server.file,
+        lambda stub, key: stub.GetScaling(control_pb2.GetScalingRequest(), timeout=5, metadata=key),
+    )
+    assert [(pool.role, pool.num_serving) for pool in found.pools] == [
+        ("prefill", 1),
+        ("decode", 1),
+    ]
+    assert found.decisions[0].text.startswith("decode: grow 1 -> 2")
+
+
+def test_range_that_cannot_be_is_refused(door: Door) -> None:
+    with pytest.raises(ConfigError, match=r"0 <= MIN <= MAX, got 3\.\.2"):
+        door.set_decode(3, 2)
+    with pytest.raises(ConfigError, match="at least one replica"):
+        door.set_decode(0, 0)
+
+
+def test_caller_without_the_token_is_refused(door: Door) -> None:
+    file = door.server.file
+    stranger = ControlFile(path=file.path, address=file.address, token="0" * 64)
+    with pytest.raises(ConfigError, match="token is missing"):
+        call_control(
+            stranger,
+            lambda stub, key: stub.SetPools(control_pb2.SetPoolsRequest(), timeout=5, metadata=key),
+        )
+
+
+def test_only_the_owner_can_read_the_token(door: Door) -> None:
+    path = door.server.file.path
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_uid == os.getuid()
+
+
+def test_the_only_launcher_needs_no_name_and_one_of_two_does(door: Door) -> None:
+    folder = door.server.file.path.parent
+    assert find_control(folder, None) == door.server.file
+    other = ControlFile(path=folder / "other.control", address="127.0.0.1:1", token="t")
+    other.write()
+    with pytest.raises(ConfigError, match="--cluster must name one of mine, other"):
+        find_control(folder, None)
+    assert find_control(folder, "other") == other
+    with pytest.raises(ConfigError, match="the launcher of other is gone"):
+        call_control(other, lambda stub, key: stub.GetScaling(control_pb2.GetScalingRequest()))
+
+
+def test_file_goes_with_its_launcher(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    door.server.stop()
+    with pytest.raises(ConfigError, match="no pdserve serve runs here"):
+        find_control(tmp_path, None)
+
+
+def test_folder_is_the_users_own() -> None:
+    assert control_folder("/run/user/7") == Path("/run/user/7/pdserve")
+    assert control_folder(None).name == f"pdserve-{os.getuid()}"
