@@ -20,6 +20,7 @@ from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerL
 from pdserve.rank.figures import ledger_to_wire, load_to_wire
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
+from pdserve.rank.step_samples import SampledRunner, StepSamples
 from pdserve.rank.tombstones import Tombstones
 from pdserve.request import FinishReason, Request, RequestId, group_id_of
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
@@ -55,7 +56,9 @@ class DecodeEngine:
         self._window = JoinWindow(clock)
         # Stages of a pipeline are at work only with a step for each.
         self._joins_late = config.handoff.joins_late and config.engine.pipeline_parallel == 1
-        self._pipeline = StepPipeline(JoiningRunner(runner, self._window), self._plan_step)
+        self._samples = StepSamples(clock)
+        timed = JoiningRunner(SampledRunner(runner, self._samples), self._window)
+        self._pipeline = StepPipeline(timed, self._plan_step)
         self._landing = landing
         self._outbox = outbox
         self._clock = clock
@@ -196,6 +199,7 @@ class DecodeEngine:
         if ended is None:
             return False
         self._window.note_end(ended.plan)
+        self._samples.note_end(ended.plan)
         plan, result = ended.plan, ended.result
         if result.prompt_logprobs:
             report_prompt_scores(self._scheduler.live_slices(plan), result, self._outbox)
@@ -283,9 +287,11 @@ class DecodeEngine:
         """Returns load, ledger, links and counters."""
         load, ledger = self._scheduler.load(), self._scheduler.ledger()
         counters, totals = self._scheduler.counters, self._landing.counters
+        wire_load = load_to_wire(load)
+        self._samples.report_into(wire_load)
         return rank_pb2.RankHeartbeat(
             has_work=self._scheduler.has_work,
-            load=load_to_wire(load),
+            load=wire_load,
             ledger=ledger_to_wire(
                 ledger,
                 reservations=self._landing.num_reservations,

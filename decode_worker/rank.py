@@ -66,6 +66,7 @@ def build_engine(
         max_local_prefill_tokens=config.max_local_prefill_tokens,
         lookahead=lookahead_of(context.runner, context.geometry.pipeline_parallel),
     )
+    scheduler.tell_cached(context.granules)
     me = Identity(
         worker_id=WorkerId(config.worker_id),
         incarnation=context.incarnation,

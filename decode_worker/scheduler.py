@@ -19,6 +19,7 @@ from decode_worker.admission import Grant, Refusal, RefusalReason, StepPace
 from decode_worker.occupancy import LetGo, Occupancy
 from decode_worker.planner import StepPlanner
 from decode_worker.progress import DecodeProgress, make_progress, make_sample_progress
+from pdserve.cache.cached_granules import CachedGranules
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import ONE_STAGE, Lookahead, SequenceSlice, StepPlan, StepResult
 from pdserve.engine.scheduler import (
@@ -69,6 +70,10 @@ class DecodeScheduler:
         self._occupancy = Occupancy(config, num_blocks, revision, max_waiting=max_waiting)
         self._planner = StepPlanner(config, self._occupancy, clock, lookahead)
         self._pace = StepPace(clock)
+
+    def tell_cached(self, granules: CachedGranules) -> None:
+        """Tells from now on what is cached here; nothing is yet."""
+        self._occupancy.cache.tell(granules)
 
     @property
     def has_work(self) -> bool:

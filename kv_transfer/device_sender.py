@@ -1,12 +1,16 @@
-"""Sends frames out of a GPU's blocks, several at a time, from one thread that never waits long.
+"""Sends frames out of a GPU's blocks, several at a time.
 
-Each frame is announced (READY), written by the device, and told of (WRITTEN); what lies between is
-the route's. The thread looks in turns at the notice socket and at marks on the device: a peer's
-death shows within a turn, and every stage of a frame has a deadline.
+Each frame is launched on the device (BEGUN), announced (READY), and told of when the device has
+written it (WRITTEN); what lies between is the route's. Frames begin on the engine's own thread if
+there is room as it pushes them: it holds the interpreter's lock already, and the link's thread
+would wait for it again and again. The rest begin on the link's thread, which looks in turns at the
+notice socket and at marks on the device: a peer's death shows within a turn, and every stage of a
+frame has a deadline.
 """
 
-import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from kv_transfer import codec
@@ -17,14 +21,17 @@ from kv_transfer.transport import OutgoingFrame
 from pdserve.cache.kv_region import KvRegion
 from pdserve.rpc.v1 import link_pb2
 
-logger = logging.getLogger(__name__)
-
-POLL_S = 20e-6
-"""Between two looks at a mark: a frame takes the device 100-200 us."""
+POLL_S = 25e-6
+EXPECTED_BYTES_PER_S = 400e9
+"""No link between GPUs is faster: nobody looks at a mark before a frame can be through."""
+MAX_REST_S = 500e-6
 
 
 class DeviceSender:
-    """The sending loop of a link over one of the device's transports. The link's thread only."""
+    """The sending loop of a link over one of the device's transports.
+
+    `begin` belongs to the link's thread and the engine's, the rest to the link's thread.
+    """
 
     def __init__(
         self,
@@ -52,10 +59,33 @@ class DeviceSender:
         self._channel = channel
         self._timeout_s = timeout_s
         self._note_sent = note_sent
-        self._flights: list[Flight] = []
-        self._num_announced = 0
+        self._lock = threading.Lock()
+        """Held while a frame begins, and while slots come and go."""
+        self._flights: deque[Flight] = deque()
+        self._num_begun = 0
+        self._free_at_s = 0.0
+        """When what was begun may be through, at the earliest."""
         self._starved_since_s: float | None = None
         """Since when frames wait though none is under way."""
+
+    def begin(self, max_frames: int) -> bool:
+        """Launches the reading of waiting frames, if there is room; says whether there were any.
+
+        Raises:
+            LinkBroken: a frame does not fit.
+            DeviceFault: the device failed.
+        """
+        count = 0
+        with self._lock:
+            while count < max_frames and self._route.has_room() and self._queue.has_waiting:
+                if self._packer.delay_s:
+                    self._queue.pause(self._packer.delay_s)
+                frame = self._queue.take(is_waiting=False)
+                if frame is None:
+                    break
+                self._launch(frame)
+                count += 1
+        return count > 0
 
     def run(self) -> None:
         """Sends until the link ends.
@@ -68,9 +98,10 @@ class DeviceSender:
         while self._queue.end is None:
             is_busy = self._take_notices()
             is_busy |= self._tell()
-            is_busy |= self._begin()
-            for flight in self._flights:
-                is_busy |= self._route.advance(flight)
+            # One at a time: word of those that are through must not wait for all that begin.
+            is_busy |= self.begin(1)
+            is_busy |= self._announce()
+            is_busy |= self._advance()
             is_busy |= self._finish()
             if not is_busy:
                 self._check_deadlines()
@@ -82,7 +113,9 @@ class DeviceSender:
         Returns:
             False when it still does at the deadline.
         """
-        marks = [mark for one in self._flights for mark in (one.read, one.done) if mark is not None]
+        with self._lock:
+            flights = list(self._flights)
+        marks = [mark for one in flights for mark in (one.read, one.done) if mark is not None]
         deadline_s = time.monotonic() + self._timeout_s
         while not all(mark.is_reached() for mark in marks):
             if time.monotonic() > deadline_s:
@@ -90,13 +123,30 @@ class DeviceSender:
             time.sleep(POLL_S)
         return True
 
+    def _launch(self, frame: OutgoingFrame) -> None:
+        assert isinstance(frame.payload, KvRegion)
+        self._num_begun += 1
+        self._starved_since_s = None
+        now = time.monotonic()
+        flight = Flight(frame=frame, region=frame.payload, sequence=self._num_begun, since_s=now)
+        self._flights.append(flight)
+        try:
+            self._route.begin(flight, self._packer)
+        finally:
+            self._queue.note_read(frame, flight.read)
+        begins_at_s = max(self._free_at_s, now)
+        self._free_at_s = flight.expected_at_s = (
+            begins_at_s + frame.num_bytes / EXPECTED_BYTES_PER_S
+        )
+
     def _take_notices(self) -> bool:
         is_busy = False
         while (notice := self._channel.receive(0.0)) is not None:
             is_busy = True
             match notice.WhichOneof("notice"):
                 case "frame_posted":
-                    self._route.take_posted(notice.frame_posted)
+                    with self._lock:
+                        self._route.take_posted(notice.frame_posted)
                 case "bye":
                     take_bye(notice.bye)
                 case other:
@@ -111,59 +161,67 @@ class DeviceSender:
             self._channel.send(notice, self._timeout_s)
         return is_busy
 
-    def _begin(self) -> bool:
-        """Launches the packing of as many frames as there is room for, and announces them."""
+    def _announce(self) -> bool:
+        """Tells of frames that the peer has to prepare for."""
+        if not self._route.needs_answer:
+            return False
         is_busy = False
-        while self._route.has_room() and self._queue.has_waiting:
-            is_busy = True
-            if self._packer.delay_s:
-                self._queue.pause(self._packer.delay_s)
-            frame = self._queue.take(is_waiting=False)
-            if frame is None:
-                break
-            assert isinstance(frame.payload, KvRegion)
-            self._num_announced += 1
-            flight = Flight(
-                frame=frame,
-                region=frame.payload,
-                sequence=self._num_announced,
-                since_s=time.monotonic(),
-            )
-            self._flights.append(flight)
-            try:
-                self._route.begin(flight, self._packer)
-            finally:
-                self._queue.note_read(frame, flight.read)
-            ready = link_pb2.FrameReady(
-                sequence=flight.sequence,
-                reservation_id=frame.reservation_id,
-                frame_index=frame.frame_index,
-                num_bytes=frame.num_bytes,
-                slot=flight.slot,
-            )
-            self._channel.send(link_pb2.LinkNotice(frame_ready=ready), self._timeout_s)
+        for flight in self._snapshot():
+            if not flight.is_announced:
+                flight.is_announced = is_busy = True
+                self._channel.send(self._ready(flight), self._timeout_s)
+        return is_busy
+
+    def _advance(self) -> bool:
+        is_busy = False
+        if self._route.needs_answer:
+            for flight in self._snapshot():
+                is_busy |= self._route.advance(flight)
         return is_busy
 
     def _finish(self) -> bool:
         """Tells the peer of frames that are written, in their order."""
         is_busy = False
-        while self._flights and (done := self._flights[0].done) is not None and done.is_reached():
+        while True:
+            with self._lock:
+                flight = self._flights[0] if self._flights else None
+            if flight is None or flight.done is None or not flight.done.is_reached():
+                return is_busy
             is_busy = True
-            flight = self._flights.pop(0)
             checksum = None if flight.checksum is None else flight.checksum.value()
             written = link_pb2.FrameWritten(sequence=flight.sequence, checksum=checksum)
-            self._channel.send(link_pb2.LinkNotice(frame_written=written), self._timeout_s)
-            self._route.finish(flight)
+            notices = [link_pb2.LinkNotice(frame_written=written)]
+            if not flight.is_announced:
+                notices.insert(0, self._ready(flight))
+            self._channel.send_all(notices, self._timeout_s)
+            with self._lock:
+                self._flights.popleft()
+                self._route.finish(flight)
+                if self._flights:
+                    self._flights[0].since_s = time.monotonic()
             self._note_sent(flight.frame)
-            if self._flights:
-                self._flights[0].since_s = time.monotonic()
-        return is_busy
+
+    def _ready(self, flight: Flight) -> link_pb2.LinkNotice:
+        ready = link_pb2.FrameReady(
+            sequence=flight.sequence,
+            reservation_id=flight.frame.reservation_id,
+            frame_index=flight.frame.frame_index,
+            num_bytes=flight.frame.num_bytes,
+            slot=flight.slot,
+        )
+        return link_pb2.LinkNotice(frame_ready=ready)
+
+    def _snapshot(self) -> list[Flight]:
+        with self._lock:
+            return list(self._flights)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if self._flights:
+        with self._lock:
+            since_s = self._flights[0].since_s if self._flights else None
+        if since_s is not None:
             self._starved_since_s = None
-            if now - self._flights[0].since_s > self._timeout_s:
+            if now - since_s > self._timeout_s:
                 raise LinkBroken(f"a frame took more than {self._timeout_s} s")
         elif self._queue.is_idle:
             self._starved_since_s = None
@@ -173,9 +231,13 @@ class DeviceSender:
             raise LinkBroken("no landing slot was released in time")
 
     def _rest(self) -> None:
-        """Waits a little for the device, or as long as it takes for the peer or the engine."""
-        if any(flight.done is not None for flight in self._flights):
+        """Waits for what can be next: the device, the peer, or the engine."""
+        flights = self._snapshot()
+        if flights and flights[0].done is not None:
+            left_s = flights[0].expected_at_s - time.monotonic()
+            time.sleep(min(max(left_s, POLL_S), MAX_REST_S))
+        elif any(flight.done is not None for flight in flights):
             time.sleep(POLL_S)
         else:
-            is_idle = not self._flights and self._queue.is_idle
+            is_idle = not flights and self._queue.is_idle
             self._channel.wait(None if is_idle else self._timeout_s / 4)

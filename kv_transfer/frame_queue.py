@@ -35,7 +35,7 @@ class FrameQueue:
 
         Args:
             max_waiting: frames; one more has no room.
-            wake: called when there is something new for the link's thread.
+            wake: called when it ends.
         """
         self._max_waiting = max_waiting
         self._wake = wake
@@ -81,7 +81,6 @@ class FrameQueue:
                 return False
             self._waiting.append(frame)
             self._condition.notify_all()
-        self._wake()
         return True
 
     def tell(self, words: SampledAhead) -> None:

@@ -80,13 +80,14 @@ class PushIn:
 
     def grant(self) -> bool:
         """Grants every free slot."""
-        is_busy = False
-        while (slot := self._ring.take()) is not None:
-            is_busy = True
+        notices: list[link_pb2.LinkNotice] = []
+        while self._ring.has_free and (slot := self._ring.take()) is not None:
             self._granted.add(slot)
             posted = link_pb2.FramePosted(slot=slot)
-            self._channel.send(link_pb2.LinkNotice(frame_posted=posted), self._timeout_s)
-        return is_busy
+            notices.append(link_pb2.LinkNotice(frame_posted=posted))
+        if notices:
+            self._channel.send_all(notices, self._timeout_s)
+        return bool(notices)
 
     def abort(self) -> None:
         """Does nothing: nothing was launched here."""

@@ -28,7 +28,7 @@ class LandingRing:
             num_slots: of one size.
             wake: called when a slot was released.
         """
-        self._slots = memory.view(num_slots, -1)
+        self._slots = memory.view(num_slots, -1).unbind(0)
         self._wake = wake
         self._free = deque(range(num_slots))
         self._landed: set[int] = set()
@@ -38,7 +38,7 @@ class LandingRing:
     @property
     def slot_bytes(self) -> int:
         """Size of the largest frame."""
-        return int(self._slots.shape[1])
+        return self._slots[0].numel()
 
     @property
     def is_quiet(self) -> bool:
@@ -49,8 +49,12 @@ class LandingRing:
     @property
     def is_draining(self) -> bool:
         """True when a released slot is still being read."""
-        with self._condition:
-            return bool(self._draining)
+        return bool(self._draining)
+
+    @property
+    def has_free(self) -> bool:
+        """True when a slot is free."""
+        return bool(self._free)
 
     @property
     def num_landed(self) -> int:
@@ -60,7 +64,8 @@ class LandingRing:
 
     def slot(self, number: int, num_bytes: int) -> Tensor:
         """Returns the first bytes of a slot."""
-        return self._slots[number, :num_bytes]
+        slot = self._slots[number]
+        return slot if num_bytes == slot.numel() else slot[:num_bytes]
 
     def take(self) -> int | None:
         """Takes a free slot for the peer to write; None when there is none."""

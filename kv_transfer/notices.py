@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -65,8 +65,19 @@ class NoticeChannel:
         Raises:
             LinkBroken: the peer is gone, or takes nothing for `timeout_s`.
         """
-        payload = notice.SerializeToString()
-        rest = memoryview(_LENGTH.pack(len(payload)) + payload)
+        self.send_all((notice,), timeout_s)
+
+    def send_all(self, notices: Sequence[link_pb2.LinkNotice], timeout_s: float) -> None:
+        """Writes several notices at once.
+
+        Raises:
+            LinkBroken: the peer is gone, or takes nothing for `timeout_s`.
+        """
+        data = bytearray()
+        for notice in notices:
+            payload = notice.SerializeToString()
+            data += _LENGTH.pack(len(payload)) + payload
+        rest = memoryview(data)
         while rest:
             try:
                 rest = rest[self._socket.send(rest) :]

@@ -1,7 +1,7 @@
 """How frames leave a GPU: straight into the peer's landing ring, or through NCCL.
 
-    push:  slot granted (POSTED) -> READY, gathered into it -> WRITTEN
-    nccl:  READY, gathered into a staging buffer -> POSTED -> sent -> WRITTEN
+    push:  slot granted (POSTED) -> gathered into it -> READY and WRITTEN
+    nccl:  gathered into a staging buffer, READY -> POSTED -> sent -> WRITTEN
 
 With push the peer grants its slots beforehand, so a frame waits for no answer. An NCCL receive
 occupies the peer's GPU while it waits: it is posted only when its frame is about to be sent.
@@ -39,6 +39,9 @@ class Flight:
     """Behind the last reading of its blocks."""
     done: Mark | None = None
     """Behind all that this end has to do."""
+    expected_at_s: float = 0.0
+    """When it may be done, at the earliest."""
+    is_announced: bool = False
 
 
 class Packer:
@@ -68,9 +71,11 @@ class Packer:
 
 
 class OutRoute(Protocol):
-    """What a transport does for a sender. Belongs to the link's thread."""
+    """What a transport does for a sender. One thread at a time."""
 
     transport: str
+    needs_answer: bool
+    """A frame is announced at once, and goes on when the peer has answered."""
 
     def has_room(self) -> bool:
         """Says whether another frame may begin."""
@@ -105,11 +110,12 @@ class PushRoute:
     """Gathers into the peer's ring."""
 
     transport = "push"
+    needs_answer = False
 
     def __init__(self, device: LinkDevice, ring: DeviceMemory, num_slots: int) -> None:
         """Takes over the opened ring; the peer grants its slots."""
         self._ring = ring
-        self._slots = ring.tensor.view(num_slots, -1)
+        self._slots = ring.tensor.view(num_slots, -1).unbind(0)
         self._lane = device.make_lane()
         self._granted: deque[int] = deque()
 
@@ -119,17 +125,14 @@ class PushRoute:
 
     def begin(self, flight: Flight, packer: Packer) -> None:
         """Launches the one kernel."""
-        if flight.frame.num_bytes > self._slots.shape[1]:
-            raise LinkBroken(
-                f"a frame of {flight.frame.num_bytes} bytes for {self._slots.shape[1]}"
-            )
+        target = cut_slot(self._slots[self._granted[0]], flight.frame.num_bytes)
         flight.slot = self._granted.popleft()
-        packer.pack(self._lane, flight, self._slots[flight.slot, : flight.frame.num_bytes])
+        packer.pack(self._lane, flight, target)
         flight.read = flight.done = self._lane.mark()
 
     def take_posted(self, posted: link_pb2.FramePosted) -> None:
         """Takes a slot that is free at the peer."""
-        if posted.slot >= self._slots.shape[0] or posted.slot in self._granted:
+        if posted.slot >= len(self._slots) or posted.slot in self._granted:
             raise LinkBroken(f"slot {posted.slot} was granted, which is none or is granted already")
         self._granted.append(posted.slot)
 
@@ -152,6 +155,7 @@ class NcclRoute:
     """Gathers into staging buffers and sends them."""
 
     transport = "nccl"
+    needs_answer = True
 
     def __init__(self, device: LinkDevice, end: NcclEnd, slot_bytes: int) -> None:
         """Takes over the communicator's end.
@@ -161,7 +165,7 @@ class NcclRoute:
         """
         self._end = end
         self._memory = device.make_memory(NUM_STAGED * slot_bytes)
-        self._staged = self._memory.tensor.view(NUM_STAGED, -1)
+        self._staged = self._memory.tensor.view(NUM_STAGED, -1).unbind(0)
         self._packing, self._sending = device.make_lane(), device.make_lane()
         self._free = deque(range(NUM_STAGED))
         self._posted: set[int] = set()
@@ -172,12 +176,9 @@ class NcclRoute:
 
     def begin(self, flight: Flight, packer: Packer) -> None:
         """Launches the packing."""
-        if flight.frame.num_bytes > self._staged.shape[1]:
-            raise LinkBroken(
-                f"a frame of {flight.frame.num_bytes} bytes for {self._staged.shape[1]}"
-            )
+        target = cut_slot(self._staged[self._free[0]], flight.frame.num_bytes)
         flight.slot = self._free.popleft()
-        packer.pack(self._packing, flight, self._staged[flight.slot, : flight.frame.num_bytes])
+        packer.pack(self._packing, flight, target)
         flight.read = self._packing.mark()
 
     def take_posted(self, posted: link_pb2.FramePosted) -> None:
@@ -188,7 +189,7 @@ class NcclRoute:
         """Launches the sending of a frame that the peer waits for."""
         if flight.sequence not in self._posted or flight.packed is None or flight.read is None:
             return False
-        self._posted.remove(flight.sequence)
+        self._posted.discard(flight.sequence)
         self._sending.wait_for(flight.read)
         self._sending.send(self._end, flight.packed)
         flight.done = self._sending.mark()
@@ -205,3 +206,14 @@ class NcclRoute:
     def close(self) -> None:
         """Frees the staging buffers."""
         self._memory.close()
+
+
+def cut_slot(slot: Tensor, num_bytes: int) -> Tensor:
+    """Returns the first bytes of a slot.
+
+    Raises:
+        LinkBroken: it has not as many.
+    """
+    if num_bytes > slot.numel():
+        raise LinkBroken(f"a frame of {num_bytes} bytes for {slot.numel()}")
+    return slot if num_bytes == slot.numel() else slot[:num_bytes]

@@ -127,6 +127,8 @@ class ReportHandedOff:
     """From the first token to the acknowledgement."""
     num_blocks: int
     num_bytes: int
+    transfer_s: float | None
+    """From sending all frames in one go to the acknowledgement; None if they went by and by."""
 
 
 class ReturnReason(Enum):

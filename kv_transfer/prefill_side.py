@@ -74,6 +74,7 @@ class PrefillHandoff:
         self._sent: set[int] = set()
         self._tokens: tuple[FirstToken, ...] = ()
         self._token_at_s = 0.0
+        self._pushed_whole_at_s: float | None = None
         self._last_decode_attempt = 0
         self._unplaced_at_s: float | None = None
         self._progress_at_s = clock.now()
@@ -263,6 +264,9 @@ class PrefillHandoff:
         frames = self._manifest.frames[self._num_pushed : num_ready]
         if frames and not self._has_unsent_frames():
             self._progress_at_s = self._clock.now()
+        if not self._num_pushed:
+            is_whole = num_ready == len(self._manifest.frames)
+            self._pushed_whole_at_s = self._clock.now() if is_whole else None
         self._num_pushed = max(self._num_pushed, num_ready)
         return [
             PushFrame(
@@ -296,12 +300,14 @@ class PrefillHandoff:
     def _hand_off(self) -> list[PrefillAction]:
         assert self._manifest is not None
         self._enter(PrefillStage.HANDED_OFF)
+        now_s, whole_s = self._clock.now(), self._pushed_whole_at_s
         return [
             ReportHandedOff(
                 decode_attempt=self._last_decode_attempt,
-                handoff_s=self._clock.now() - self._token_at_s,
+                handoff_s=now_s - self._token_at_s,
                 num_blocks=self._manifest.num_blocks,
                 num_bytes=self._manifest.num_bytes,
+                transfer_s=None if whole_s is None else now_s - whole_s,
             ),
             ReleaseBlocks(),
         ]

@@ -72,8 +72,8 @@ class SendingLink:
         self._transport = CONNECTING
         self._failures: tuple[str, ...] = ()
         self._channel: NoticeChannel | None = None
-        self._has_route = False
-        """The peer keeps its ring until the channel is closed."""
+        self._sender: DeviceSender | None = None
+        """Once it is there, the peer keeps its ring until the channel is closed."""
         self._thread = threading.Thread(target=self._run, name="link-send", daemon=True)
 
     @property
@@ -105,14 +105,22 @@ class SendingLink:
         self._thread.join(timeout_s)
 
     def push(self, frame: OutgoingFrame) -> bool:
-        """Queues a frame; False when the link has ended meanwhile."""
-        return self._queue.push(frame)
+        """Queues a frame, and begins it if it can be; False when the link has ended meanwhile."""
+        if not self._queue.push(frame):
+            return False
+        sender = self._sender
+        # A delay is injected on the link's thread: this one is the engine's.
+        if sender is not None and not self._faults.delay_s:
+            try:
+                sender.begin(1)
+            except (LinkBroken, DeviceFault) as error:
+                self.end(str(error))
+        self._wake()
+        return True
 
     def tell(self, words: SampledAhead) -> None:
         """Tells the peer words, unless it is on a host, where nothing is won by it."""
-        with self._lock:
-            has_route = self._has_route
-        if has_route:
+        if self._sender is not None:
             self._queue.tell(words)
 
     def cancel(self, reservation_id: ReservationId) -> tuple[Mark, ...]:
@@ -125,8 +133,8 @@ class SendingLink:
         if lost is None:
             return
         with self._lock:
-            channel, has_route = self._channel, self._has_route
-        if channel is not None and not has_route:
+            channel, sender = self._channel, self._sender
+        if channel is not None and sender is None:
             channel.shut(may_still_send=is_orderly)
         if lost or not is_orderly:
             self._post(
@@ -316,8 +324,6 @@ class SendingLink:
             self.end(f"peer lost: {detail}")
 
     def _serve_route(self, channel: NoticeChannel, route: OutRoute) -> None:
-        with self._lock:
-            self._has_route = True
         sender = DeviceSender(
             route=route,
             packer=Packer(self._faults, has_checksums=self._config.has_checksums),
@@ -326,6 +332,8 @@ class SendingLink:
             timeout_s=self._config.frame_timeout_s,
             note_sent=self._note_sent,
         )
+        with self._lock:
+            self._sender = sender
         try:
             sender.run()
         except PeerSaidBye:

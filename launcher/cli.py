@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from launcher.commands.demo import demo
+from launcher.commands.explain import explain
 from launcher.commands.generate import generate
 from launcher.commands.roles import register_roles
 from launcher.commands.serve import serve
@@ -32,7 +33,7 @@ def make_app() -> typer.Typer:
     app.callback()(_options)
     # Every option is also a variable: --max-num-seqs is PDSERVE_MAX_NUM_SEQS for every command.
     settings = {"auto_envvar_prefix": "PDSERVE", "show_default": True}
-    for command in (serve, generate, status, demo):
+    for command in (serve, generate, status, explain, demo):
         app.command(context_settings=settings)(command)
     register_roles(app)
     return app

@@ -90,6 +90,8 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         api_keys_file=config.api_keys_file,
         cluster_secret=site.secret,
         local_prefill_tokens=config.local_prefill_tokens,
+        profiles=config.profiles,
+        slo_classes=config.slo_classes,
         worker_silence_s=config.worker_silence_s,
         no_worker_wait_s=RESTART_WAIT_S,
         max_client_buffer_bytes=config.max_client_buffer_bytes,

@@ -14,6 +14,7 @@ from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerL
 from pdserve.rank.figures import ledger_to_wire, load_to_wire
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
+from pdserve.rank.step_samples import SampledRunner, StepSamples
 from pdserve.rank.tombstones import Tombstones
 from pdserve.request import FinishReason, RequestId, group_id_of
 from pdserve.rpc.codec import finish_reason_to_wire, logprobs_to_wire, request_from_wire
@@ -45,7 +46,8 @@ class PrefillEngine:
     ) -> None:
         self._config = config
         self._scheduler = scheduler
-        self._pipeline = StepPipeline(runner, self._plan_step)
+        self._samples = StepSamples(clock)
+        self._pipeline = StepPipeline(SampledRunner(runner, self._samples), self._plan_step)
         self._desk = desk
         self._outbox = outbox
         self._clock = clock
@@ -152,6 +154,7 @@ class PrefillEngine:
         if ended is None:
             return False
         plan, result = ended.plan, ended.result
+        self._samples.note_end(plan)
         if result.prompt_logprobs:
             report_prompt_scores(self._scheduler.live_slices(plan), result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):
@@ -246,9 +249,11 @@ class PrefillEngine:
         load, ledger = self._scheduler.load(), self._scheduler.ledger()
         counters = self._scheduler.counters
         totals = self._desk.totals
+        wire_load = load_to_wire(load)
+        self._samples.report_into(wire_load, totals.latest)
         return rank_pb2.RankHeartbeat(
             has_work=self._scheduler.has_work,
-            load=load_to_wire(load),
+            load=wire_load,
             ledger=ledger_to_wire(
                 ledger,
                 reservations=0,

@@ -330,9 +330,7 @@ class HandoffDesk:
         )
 
     def _report_handed_off(self, handoff: PrefillHandoff, action: ReportHandedOff) -> None:
-        self.totals.completed += 1
-        self.totals.num_bytes += action.num_bytes
-        self.totals.seconds += action.handoff_s
+        self.totals.note(action.num_bytes, action.handoff_s, action.transfer_s)
         times = worker_pb2.StageTimes(
             handoff_s=action.handoff_s,
             kv_blocks_shipped=action.num_blocks,

@@ -55,6 +55,7 @@ def build_engine(
         look_ahead=config.handoff.look_ahead,
         num_stages=context.geometry.pipeline_parallel,
     )
+    scheduler.tell_cached(context.granules)
     desk = HandoffDesk(
         me=Identity(
             worker_id=worker_id,

@@ -15,6 +15,7 @@ from itertools import islice
 
 from pdserve.cache.block_hash import HashChain
 from pdserve.cache.block_pool import BlockPool
+from pdserve.cache.cached_granules import CachedGranules
 from pdserve.cache.prefix_cache import PrefixCache, PrefixHit
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import SequenceSlice, StepPlan, StepResult
@@ -108,6 +109,10 @@ class PrefillScheduler:
         self._computing: list[SequenceState] = []
         self._flights = Flights(self._cache, self._roster)
         self._counters = SchedulerCounters()
+
+    def tell_cached(self, granules: CachedGranules) -> None:
+        """Tells from now on what is cached here; nothing is yet."""
+        self._cache.tell(granules)
 
     @property
     def has_work(self) -> bool:

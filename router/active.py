@@ -13,10 +13,13 @@ from pdserve.rpc.codec import finish_reason_to_wire
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 from router.attempt import Phase
 from router.client_buffer import ClientBuffer
+from router.explain import MAX_PLACEMENTS, Explanation, PlacedAttempt, find_critical_path
 from router.output import Output
-from router.policy import WorkerKey
+from router.policy import Choice
 from router.request_state import RequestState
+from router.slo import NO_SLO, Slo
 from router.timing import RequestTimes, join_times
+from router.worker_key import WorkerKey
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -33,6 +36,7 @@ class ClientCall:
     deadline_at_s: float | None
     """On the router's clock."""
     tenant: str = ""
+    slo: Slo = NO_SLO
     http_request_id: str | None = None
     """The client's X-Request-Id, for the log."""
     samples: "list[ActiveRequest]" = field(default_factory=list)
@@ -41,6 +45,30 @@ class ClientCall:
     waiting: "set[ActiveRequest]" = field(default_factory=set)
     """Samples that no worker has; while there are any, admission counts the call as waiting."""
     deadline_timer: asyncio.TimerHandle | None = None
+    placements: "list[PlacedAttempt]" = field(default_factory=list)
+    """The latest choices made for its first sample."""
+    explanation: Explanation | None = None
+    """Of its whole life; set at its end."""
+
+    def note_choice(self, attempt: int, choice: Choice, now_s: float) -> None:
+        """Remembers a choice, to explain it."""
+        at_s = now_s - self.received_s
+        self.placements.append(PlacedAttempt(attempt=attempt, at_s=at_s, choice=choice))
+        del self.placements[:-MAX_PLACEMENTS]
+
+    def explain(self, state: str) -> Explanation:
+        """Tells why it went where it went, and where its time went until now."""
+        times = self.samples[0].times
+        return Explanation(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            state=state,
+            placements=tuple(self.placements),
+            ttft_s=times.ttft_s,
+            critical_path=find_critical_path(times, self.placements),
+            tpot_s=times.tpot_s,
+        )
 
     @property
     def request_id(self) -> RequestId:

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from pdserve.request import FinishReason
 from pdserve.rpc.v1 import types_pb2
-from router.policy import WorkerKey
+from router.worker_key import WorkerKey
 
 
 class Phase(StrEnum):

@@ -25,14 +25,16 @@ from router.admission import Admission
 from router.attempt import Phase
 from router.client_buffer import Ending, make_buffer
 from router.emitter import Emitter
+from router.explain import ExplainLog, Explanation
 from router.metrics import RouterMetrics
 from router.output import Output
 from router.placer import Placer
-from router.policy import WorkerKey
 from router.prefix_index import hash_granules
 from router.recovery import Limits, Recovery
 from router.request_state import RequestState
+from router.slo import NO_SLO, Slo
 from router.timing import RequestTimes
+from router.worker_key import WorkerKey
 from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._emitter = Emitter(metrics)
+        self._explained = ExplainLog()
         self._recovery = Recovery(pool, placer, admission, clock, limits, metrics)
         pool.listen(self)
 
@@ -81,6 +84,7 @@ class Dispatcher:
         tenant: str = "",
         http_request_id: str | None = None,
         echo: inference_pb2.PromptChunk | None = None,
+        slo: Slo = NO_SLO,
     ) -> ActiveRequest:
         """Admits a checked request and begins to place it.
 
@@ -91,6 +95,7 @@ class Dispatcher:
             tenant: on whose behalf; nobody else may abort it.
             http_request_id: the client's own name for it, for the log.
             echo: the prompt, if the client wants it back.
+            slo: what it wants.
 
         Raises:
             Overloaded: a limit is reached.
@@ -109,6 +114,7 @@ class Dispatcher:
             granules=hash_granules(request.token_ids, request.tenant_salt),
             deadline_at_s=None if deadline_s is None else now_s + deadline_s,
             tenant=tenant,
+            slo=slo,
             http_request_id=http_request_id,
         )
         self._calls[request.request_id] = call
@@ -151,6 +157,17 @@ class Dispatcher:
             return False
         self._end_call(call, Cancelled("the request was aborted"))
         return True
+
+    def explain(self, request_id: RequestId, tenant: str = "") -> Explanation:
+        """Tells why a tenant's request went where it went.
+
+        Raises:
+            RequestNotFound: the tenant has none of this id in flight, or among the last ended.
+        """
+        call = self._calls.get(request_id)
+        if call is not None and call.tenant == tenant:
+            return call.explain("running")
+        return self._explained.find(request_id, tenant)
 
     def end_all(self, error: PdserveError) -> None:
         """Ends what is in flight, at shutdown."""
@@ -226,6 +243,8 @@ class Dispatcher:
         piece = state.take_prompt(worker, update)
         if piece is not None:
             self._emit_prompt(active, piece)
+        if update.token_ids:
+            self._pool.book.finish_prefill(state.request_id, worker)
         tokens = state.apply(worker, update)
         if update.HasField("times"):
             active.times.note_stages(update.attempt, update.times)
@@ -317,6 +336,7 @@ class Dispatcher:
         if self._active.get(active.state.request_id) is not active:
             return
         self._drop(active)
+        self._placer.note_output(active.output.num_tokens)
         self._note_cached_output(active)
         if not any(one.state.request_id in self._active for one in call.samples):
             self._end_call(call, None)
@@ -355,6 +375,8 @@ class Dispatcher:
             call.buffer.cut(failure)
         else:
             call.buffer.end(Ending(error=failure))
+        call.explanation = call.explain("OK" if failure is None else failure.reason)
+        self._explained.add(call.explanation)
         self._report(call, failure, now_s)
 
     def _note_cached_output(self, active: ActiveRequest) -> None:

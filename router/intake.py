@@ -13,6 +13,7 @@ from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.output import Delta
 from router.prompt import PLAIN_PROMPT, PromptOptions, RequestMaker, mint_handoff_id
+from router.slo import SloClasses
 from router.tenants import Tenant, narrow_salt
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,10 @@ class Intake:
         metrics: RouterMetrics,
         clock: Clock,
         default_timeout_s: float | None,
+        slo_classes: SloClasses,
     ) -> None:
         """Takes the parts of one front."""
+        self._slo_classes = slo_classes
         self.maker = maker
         self.dispatcher = dispatcher
         self._metrics = metrics
@@ -95,6 +98,11 @@ class Intake:
         self._check_draining()
         limits_s = [limit for limit in (timeout_s, self._default_timeout_s) if limit is not None]
         received_s = self._clock.now()
+        slo = self._slo_classes.find(
+            wire.slo_class,
+            ttft_s=wire.ttft_slo_s if wire.HasField("ttft_slo_s") else None,
+            tpot_s=wire.tpot_slo_s if wire.HasField("tpot_slo_s") else None,
+        )
         salt = narrow_salt(tenant.salt, options.cache_salt)
         made = await self.maker.make(
             wire,
@@ -112,6 +120,7 @@ class Intake:
             tenant=tenant.name,
             http_request_id=origin.http_request_id,
             echo=echo,
+            slo=slo,
         )
 
     def _check_draining(self) -> None:

@@ -1,48 +1,145 @@
-"""What this router has dispatched and not seen end, per worker, in KV blocks."""
+"""What this router has dispatched and not seen end, written through to the fleet's rows."""
 
-from collections import Counter
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from pdserve.request import RequestId
-from router.policy import WorkerKey
+from pdserve.timeline import Clock
+from router.fleet import Fleet
+from router.worker_key import WorkerKey
+
+Terms = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeCharge:
+    """A sequence's part of a decode worker."""
+
+    num_seqs: int
+    kv_tokens: float
+    """That it will probably hold."""
+    blocks: int
+    """That it may grow to."""
+
+
+@dataclass(slots=True)
+class _Charge:
+    """What a request is charged at one worker."""
+
+    prefill: Terms | None = None
+    decode: DecodeCharge | None = None
 
 
 class LoadBook:
     """Counts load at dispatch, so that a burst spreads before any worker reports it."""
 
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._blocks: Counter[WorkerKey] = Counter()
-        self._charges: dict[RequestId, dict[WorkerKey, int]] = {}
-        self._picks: dict[WorkerKey, int] = {}
-        self._num_picks = 0
+    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+        """Starts without charges; a worker that is not in the fleet is charged nothing."""
+        self.fleet = fleet
+        self._clock = clock
+        self.on_room: Callable[[], None] = _do_nothing
+        """Called when a prompt has left a worker's queue."""
+        self._charges: dict[RequestId, dict[WorkerKey, _Charge]] = {}
+        self._queues: dict[WorkerKey, OrderedDict[RequestId, Terms]] = {}
 
-    def charge(self, request_id: RequestId, worker: WorkerKey, blocks: int) -> None:
-        """Adds a request to a worker; a second charge replaces the first."""
-        charges = self._charges.setdefault(request_id, {})
-        self._blocks[worker] += blocks - charges.get(worker, 0)
-        charges[worker] = blocks
-        self._num_picks += 1
-        self._picks[worker] = self._num_picks
+    @property
+    def num_charged(self) -> int:
+        """Requests with any charge."""
+        return len(self._charges)
+
+    def charge_prefill(self, request_id: RequestId, worker: WorkerKey, terms: Terms) -> None:
+        """Queues a prompt, as terms of the predictor's law; a second charge replaces the first."""
+        row = self.fleet.row_of(worker)
+        if row is None:
+            return
+        self.finish_prefill(request_id, worker)
+        self._charge(request_id, worker).prefill = terms
+        queue = self._queues.setdefault(worker, OrderedDict())
+        queue[request_id] = terms
+        self.fleet.queue[:, row] += terms
+        if len(queue) == 1:
+            self._start_head(row, queue)
+        self.fleet.note_load(row)
+        self.fleet.note_pick(row)
+
+    def charge_decode(self, request_id: RequestId, worker: WorkerKey, charge: DecodeCharge) -> None:
+        """Adds a sequence to a decode worker; a second charge replaces the first."""
+        row = self.fleet.row_of(worker)
+        if row is None:
+            return
+        self._release_decode(request_id, worker)
+        self._charge(request_id, worker).decode = charge
+        self._add_decode(row, charge, 1)
+        self.fleet.note_load(row)
+        self.fleet.note_pick(row)
+
+    def charge_link(self, worker: WorkerKey, until_s: float | None) -> None:
+        """Keeps a worker's link for a hand-off; None: nobody knows for how long."""
+        row = self.fleet.row_of(worker)
+        if row is not None and until_s is not None:
+            self.fleet.link_until_s[row] = max(self.fleet.link_until_s[row], until_s)
+
+    def finish_prefill(self, request_id: RequestId, worker: WorkerKey) -> None:
+        """Takes a prompt off its worker's queue: it is computed, or will not be."""
+        charge = self._charges.get(request_id, {}).get(worker)
+        if charge is None or charge.prefill is None:
+            return
+        terms, charge.prefill = charge.prefill, None
+        row, queue = self.fleet.row_of(worker), self._queues[worker]
+        was_head = next(iter(queue)) == request_id
+        del queue[request_id]
+        if not queue:
+            del self._queues[worker]
+        if row is None:
+            return
+        # Terms are multiples of a half: nothing is left behind when all of them are taken away.
+        self.fleet.queue[:, row] -= terms
+        if not queue:
+            self.fleet.head[:, row] = 0.0
+        elif was_head:
+            self._start_head(row, queue)
+        self.on_room()
 
     def keep_only(self, request_id: RequestId, workers: Collection[WorkerKey]) -> None:
         """Releases a request from all workers but these."""
-        charges = self._charges.get(request_id, {})
+        charges = self._charges.get(request_id)
+        if charges is None:
+            return
         for worker in [key for key in charges if key not in workers]:
-            self._blocks[worker] -= charges.pop(worker)
-            if not self._blocks[worker]:
-                del self._blocks[worker]
+            self.finish_prefill(request_id, worker)
+            self._release_decode(request_id, worker)
+            del charges[worker]
         if not charges:
-            self._charges.pop(request_id, None)
-
-    def forget(self, worker: WorkerKey) -> None:
-        """Forgets when a dead worker was picked; its charges go with their requests."""
-        self._picks.pop(worker, None)
+            del self._charges[request_id]
 
     def blocks_of(self, worker: WorkerKey) -> int:
-        """Returns the blocks charged to a worker."""
-        return self._blocks[worker]
+        """Returns the decode blocks charged to a worker."""
+        row = self.fleet.row_of(worker)
+        return 0 if row is None else int(self.fleet.blocks[row])
 
-    def last_pick_of(self, worker: WorkerKey) -> int:
-        """Returns a counter that is larger for a later pick; 0 for a worker never picked."""
-        return self._picks.get(worker, 0)
+    def _charge(self, request_id: RequestId, worker: WorkerKey) -> _Charge:
+        return self._charges.setdefault(request_id, {}).setdefault(worker, _Charge())
+
+    def _start_head(self, row: int, queue: OrderedDict[RequestId, Terms]) -> None:
+        self.fleet.head[:, row] = next(iter(queue.values()))
+        self.fleet.head_since_s[row] = self._clock.now()
+
+    def _release_decode(self, request_id: RequestId, worker: WorkerKey) -> None:
+        charge = self._charges.get(request_id, {}).get(worker)
+        if charge is None or charge.decode is None:
+            return
+        row = self.fleet.row_of(worker)
+        if row is not None:
+            self._add_decode(row, charge.decode, -1)
+        charge.decode = None
+
+    def _add_decode(self, row: int, charge: DecodeCharge, sign: int) -> None:
+        fleet = self.fleet
+        fleet.num_seqs[row] += sign * charge.num_seqs
+        fleet.kv_tokens[row] += sign * charge.kv_tokens
+        fleet.blocks[row] += sign * charge.blocks
+
+
+def _do_nothing() -> None:
+    """Nobody waits for room."""

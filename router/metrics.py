@@ -3,6 +3,8 @@
 Labels come from fixed sets (roles, reasons, the one served model), never from a client.
 """
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve.errors import PdserveError
@@ -11,6 +13,7 @@ from pdserve.metrics import (
     TOKEN_COUNT_BUCKETS,
     TTFT_BUCKETS_S,
 )
+from pdserve.predictor.predictor import FitQuality
 from router.attempt import Cause
 from router.policy import Choice
 from router.timing import RequestTimes
@@ -32,12 +35,25 @@ class RouterMetrics:
         self.slow_readers = counter("pdserve_router_slow_readers", "Clients cut: too slow.")
         self.fenced_attempts = counter("pdserve_router_fenced_attempts", "Cancels sent to workers.")
         self.replacements = counter("pdserve_router_decode_replacements", "Held KV placed anew.")
+        self.slo_refusals = counter(
+            "pdserve_router_slo_refusals", "Requests refused: too late, by prediction."
+        )
         self._attempts = self._labelled(
             "pdserve_router_retries", "Attempts after the first.", "cause"
         )
         self._picks = self._labelled("pdserve_router_picks", "Placements.", "path")
         self._refusals = self._labelled("pdserve_router_refusals", "Refusals of workers.", "reason")
         self._shed = self._labelled("pdserve_router_shed", "Requests not admitted.", "reason")
+        self._picks_by_unit = self._labelled(
+            "pdserve_router_choices", "Choices, by what their costs were counted in.", "unit"
+        )
+        law = (*_LABELS, "worker_class", "kind")
+        self._law_error = Gauge(
+            "pdserve_predictor_error", "Mean relative error of a law.", law, registry=registry
+        )
+        self._law_samples = Gauge(
+            "pdserve_predictor_samples", "Steps that a law was fitted to.", law, registry=registry
+        )
         self._expected = counter("pdserve_router_expected_hit_blocks", "Cached blocks expected.")
         self._done = self._labelled("pdserve_requests", "Requests by their end.", "finished_reason")
         self._success = self._labelled(
@@ -65,9 +81,18 @@ class RouterMetrics:
         self._running.set(num_running)
         self._waiting.set(num_waiting)
 
+    def note_predictor(self, qualities: Iterable[FitQuality]) -> None:
+        """Sets what is known of the predictor's laws."""
+        for one in qualities:
+            labels = (*self._values, one.worker_class, one.kind)
+            self._law_error.labels(*labels).set(one.mean_error)
+            self._law_samples.labels(*labels).set(one.num_samples)
+
     def note_pick(self, choice: Choice) -> None:
         """Counts a placement."""
         self._picks.labels(*self._values, choice.path).inc()
+        unit = "seconds" if choice.table.is_in_seconds else "blocks"
+        self._picks_by_unit.labels(*self._values, unit).inc()
         self._expected.inc(choice.cached_blocks)
 
     def note_attempt(self, cause: Cause | None) -> None:

@@ -4,10 +4,22 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.request import RequestId
-from router.policy import Choice, Demand, WorkerKey, choose_decode, choose_pair
+import numpy as np
+
+from pdserve.request import RequestId, Role
+from pdserve.timeline import Clock
+from router.cost import LawTable, prefill_terms
+from router.load_book import DecodeCharge, LoadBook
+from router.policy import Choice, Demand, Policy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex
-from router.worker_pool import WorkerPool
+from router.slo import TooLate
+from router.worker_key import WorkerKey
+
+FIRST_GUESS_TOKENS = 256.0
+"""Length of an output before any has ended."""
+MIN_RETRY_S = 0.05
+OUTPUT_WEIGHT = 0.02
+"""Of one output in the mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +38,12 @@ class PlaceQuery:
     excluded: Collection[WorkerKey] = ()
     followers: Collection[RequestId] = ()
     """Other samples of its prompt that go where it goes, and grow as it does."""
+    has_prefill_pool: bool = True
+    """Without one, decode workers prefill everything themselves."""
+    tpot_slo_s: float | None = None
+    """Wanted seconds per output token."""
+    ttft_slo_s: float | None = None
+    """Wanted seconds from now to the first token; a request that would miss it is refused."""
 
 
 class Placer(Protocol):
@@ -35,13 +53,26 @@ class Placer(Protocol):
         """Chooses and charges workers for a new attempt.
 
         Raises:
+            TooLate: its first token would come too late.
             NoWorker: none now.
             TooLong: none ever.
         """
         ...
 
-    async def place_decode(self, query: PlaceQuery, prefill: WorkerKey) -> WorkerKey:
+    async def place_decode(self, query: PlaceQuery, prefill: WorkerKey) -> Choice:
         """Chooses and charges another decode worker for KV held by `prefill`; raises as `place`."""
+        ...
+
+    def expect_uncached(self, query: PlaceQuery) -> int:
+        """Returns the tokens that will probably have to be computed."""
+        ...
+
+    def check_wait(self, query: PlaceQuery, num_tokens_before: int) -> None:
+        """Says whether a request can wait for so many tokens of others.
+
+        Raises:
+            TooLate: its first token would come too late.
+        """
         ...
 
     def note_cached(self, worker: WorkerKey, granules: Sequence[int]) -> None:
@@ -52,50 +83,77 @@ class Placer(Protocol):
         """Drops what a dead worker held."""
         ...
 
+    def note_output(self, num_tokens: int) -> None:
+        """Takes the length of an output that has ended: others will be like it."""
+        ...
+
 
 class InProcessPlacer:
-    """Places over this process's own pool, book and index."""
+    """Places over this process's own fleet, book and index."""
 
     def __init__(
-        self, pool: WorkerPool, index: PrefixIndex, block_size: int, max_local_tokens: int = 0
+        self,
+        policy: Policy,
+        book: LoadBook,
+        index: PrefixIndex,
+        clock: Clock,
+        max_local_tokens: int = 0,
+        table: LawTable | None = None,
     ) -> None:
-        """Takes the parts it reads; it alone writes the index.
+        """Takes the parts it works on; it alone writes the index.
 
         Args:
-            pool: the workers.
+            policy: chooses.
+            book: takes the charges.
             index: who holds which prefix.
-            block_size: tokens of a KV block.
+            clock: the time of choices.
             max_local_tokens: uncached tokens that a decode worker may prefill; 0: none.
+            table: predicts waits before a turn; None: nobody is refused for them.
         """
-        self._pool = pool
+        self._policy = policy
+        self._book = book
         self._index = index
-        self._block_size = block_size
-        self._max_local_blocks = max_local_tokens // block_size
+        self._clock = clock
+        self._max_local_tokens = max_local_tokens
+        self._table = table
+        self._mean_output_tokens = FIRST_GUESS_TOKENS
 
     async def place(self, query: PlaceQuery) -> Choice:
-        """Chooses a pair by prefix affinity and load, as of this instant."""
+        """Chooses a pair by what it should cost as of this instant."""
         demand = self._demand(query)
-        choice = choose_pair(
-            self._pool.views(),
-            demand,
-            query.excluded,
-            has_prefill_pool=self._pool.has_prefill_pool,
-        )
-        book = self._pool.book
+        choice = self._policy.choose(demand, self._clock.now())
+        if query.ttft_slo_s is not None and choice.table.is_in_seconds:
+            _check_ttft(choice.expected.first_token, query.ttft_slo_s)
+        computes = choice.prefill or choice.decode
+        uncached = max(demand.num_tokens - choice.cached_tokens, 1)
+        terms = prefill_terms(uncached, choice.cached_tokens)
+        self._book.charge_prefill(query.request_id, computes, terms)
         if choice.prefill is not None:
-            blocks = max(demand.prompt_blocks - choice.cached_blocks, 1)
-            book.charge(query.request_id, choice.prefill, blocks)
             self.note_cached(choice.prefill, query.granules)
-        self._charge_decode(query, demand, choice.decode)
+            self._book.charge_link(choice.prefill, choice.link_until_s)
+        self._charge_decode(query, demand, choice)
         return choice
 
-    async def place_decode(self, query: PlaceQuery, prefill: WorkerKey) -> WorkerKey:
-        """Chooses the least loaded decode worker of the prefill worker's group."""
+    async def place_decode(self, query: PlaceQuery, prefill: WorkerKey) -> Choice:
+        """Chooses the cheapest decode worker of the prefill worker's group."""
         demand = self._demand(query)
-        digest = self._pool.link(prefill).record.compatibility_digest
-        decode = choose_decode(self._pool.views(), demand, digest, query.excluded)
-        self._charge_decode(query, demand, decode)
-        return decode
+        choice = self._policy.choose_decode(demand, prefill, self._clock.now())
+        self._charge_decode(query, demand, choice)
+        return choice
+
+    def expect_uncached(self, query: PlaceQuery) -> int:
+        """Returns what the worker with the longest prefix has not."""
+        cached = max(self._index.match(query.granules).values(), default=0) * GRANULE_TOKENS
+        return max(query.num_tokens - cached, 1)
+
+    def check_wait(self, query: PlaceQuery, num_tokens_before: int) -> None:
+        """Checks the time that those before it take; nothing is refused while it is not known."""
+        if query.ttft_slo_s is None or not num_tokens_before or self._table is None:
+            return
+        role = Role.PREFILL if query.has_prefill_pool else Role.DECODE
+        wait_s = self._table.drain_s(num_tokens_before, role, self._clock.now())
+        if wait_s is not None:
+            _check_ttft(wait_s, query.ttft_slo_s)
 
     def note_cached(self, worker: WorkerKey, granules: Sequence[int]) -> None:
         """Adds to the index."""
@@ -105,22 +163,57 @@ class InProcessPlacer:
         """Drops a worker from the index."""
         self._index.forget(worker.worker_id)
 
-    def _charge_decode(self, query: PlaceQuery, demand: Demand, decode: WorkerKey) -> None:
-        blocks = demand.prompt_blocks + demand.growth_blocks
-        self._pool.book.charge(query.request_id, decode, blocks)
+    def note_output(self, num_tokens: int) -> None:
+        """Lets the mean follow."""
+        self._mean_output_tokens += OUTPUT_WEIGHT * (num_tokens - self._mean_output_tokens)
+
+    def _charge_decode(self, query: PlaceQuery, demand: Demand, choice: Choice) -> None:
+        decode = choice.decode
+        size = self._book.fleet.block_size_of(decode)
+        prompt_blocks = -(-demand.num_tokens // size)
+        growth_blocks = -(-(demand.num_tokens + demand.num_growth_tokens) // size) - prompt_blocks
+        half = demand.num_expected_tokens // 2
+        self._book.charge_decode(
+            query.request_id,
+            decode,
+            DecodeCharge(
+                num_seqs=1,
+                kv_tokens=demand.num_tokens + half,
+                blocks=prompt_blocks + growth_blocks,
+            ),
+        )
         for request_id in query.followers:
-            self._pool.book.charge(request_id, decode, demand.growth_blocks)
+            follower = DecodeCharge(num_seqs=1, kv_tokens=half, blocks=growth_blocks)
+            self._book.charge_decode(request_id, decode, follower)
         self.note_cached(decode, query.granules)
+        self._book.charge_link(decode, choice.link_until_s)
 
     def _demand(self, query: PlaceQuery) -> Demand:
-        size = self._block_size
-        prompt_blocks = -(-query.num_tokens // size)
-        all_blocks = -(-(query.num_tokens + query.num_growth_tokens) // size)
-        granule_blocks = max(GRANULE_TOKENS // size, 1)
-        matches = self._index.match(query.granules)
+        rows, tokens = [], []
+        for worker_id, count in self._index.match(query.granules).items():
+            row = self._book.fleet.row_of_id(worker_id)
+            if row is not None:
+                rows.append(row)
+                tokens.append(count * GRANULE_TOKENS)
         return Demand(
-            prompt_blocks=prompt_blocks,
-            growth_blocks=all_blocks - prompt_blocks,
-            cached_blocks={key: count * granule_blocks for key, count in matches.items()},
-            max_local_blocks=self._max_local_blocks if query.may_be_local else 0,
+            num_tokens=query.num_tokens,
+            num_growth_tokens=query.num_growth_tokens,
+            num_expected_tokens=min(query.num_growth_tokens, round(self._mean_output_tokens)),
+            num_samples=1 + len(query.followers),
+            cached_rows=np.array(rows, dtype=np.int64),
+            cached_tokens=np.array(tokens, dtype=np.int64),
+            max_local_tokens=self._max_local_tokens if query.may_be_local else 0,
+            has_prefill_pool=query.has_prefill_pool,
+            tpot_slo_s=query.tpot_slo_s,
+            ttft_slo_s=query.ttft_slo_s,
+            excluded=query.excluded,
         )
+
+
+def _check_ttft(predicted_s: float, wanted_s: float) -> None:
+    if predicted_s <= wanted_s:
+        return
+    raise TooLate(
+        f"the first token would come in {predicted_s:.3g} s, wanted are {max(wanted_s, 0):.3g} s",
+        retry_after_s=max(predicted_s - wanted_s, MIN_RETRY_S),
+    )

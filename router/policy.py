@@ -1,60 +1,80 @@
-"""Which workers take a request: prefix affinity and least load, counted in KV blocks.
+"""Which workers take a request, and by which path: the least predicted time, chosen jointly.
 
     filter   alive, not draining, not excluded, able to hold the request, of one compatibility group
-    path     local, if a decode worker lacks only a few blocks; else prefill there, decode here
-    score    prefill: blocks to compute + blocks queued;  decode: blocks to add + blocks active
-    pick     the cheapest pair of one group; ties go to the worker picked longest ago
+    shorten  the best few of each side by their own term
+    pair     queue + prefill + what is not hidden of hand-off and of waiting for room + decode step;
+             or local: the decode worker computes the prompt itself, at the cost of those it serves
+    pick     the cheapest that keeps the wanted time per token, else the one that misses it least;
+             ties go to the worker picked longest ago
 
-Both terms of a score have one unit, so affinity yields as soon as the queue in front of the cached
-prefix is longer than the prefix is worth.
+All terms have one unit, so affinity yields as soon as the queue in front of the cached prefix is
+longer than the prefix is worth: seconds, or KV blocks while the predictor is not fitted (`cost`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
 
 from pdserve.errors import NoWorker, TooLong
-from pdserve.request import Incarnation, Role, WorkerId
+from pdserve.request import Role
+from router.candidates import FIRST_TOKEN, Candidate, CandidateTable, Path
+from router.cost import (
+    Laws,
+    LawTable,
+    decode_load,
+    prefill_cost,
+    queue_cost,
+    room_wait_s,
+    step_cost,
+)
+from router.fleet import BoolArray, Fleet, FloatArray, IntArray
+from router.ways import (
+    MISSED_WEIGHT,
+    DecodeSide,
+    PromptSide,
+    Ways,
+    join_ways,
+    local_ways,
+    pair_ways,
+)
+from router.worker_key import WorkerKey as WorkerKey
 
-Path = Literal["disaggregated", "local"]
-
-
-# A tuple: it is compared and hashed several times per token, which costs a dataclass 0.5 us each.
-class WorkerKey(NamedTuple):
-    """One life of one worker: a restart is another key."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerView:
-    """What the policy knows of a worker at the instant of choosing."""
-
-    key: WorkerKey
-    role: Role
-    is_available: bool
-    """Alive, heard of lately, and not draining."""
-    compatibility_digest: bytes
-    load_blocks: int
-    """Blocks queued (prefill) or active (decode), those dispatched a moment ago included."""
-    total_blocks: int
-    last_picked: int
-    """A counter that rises with each pick; smaller is longer ago."""
+_TIE = 1e-6
+"""Costs that differ by less are equal."""
+_NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a request asks for."""
+    """What a request asks for, in tokens."""
 
-    prompt_blocks: int
-    """Blocks of all tokens to be in the cache when decoding begins."""
-    growth_blocks: int
-    """Blocks that its output may still need."""
-    cached_blocks: Mapping[WorkerId, int]
-    """Leading blocks that a worker probably has."""
-    max_local_blocks: int = 0
-    """Most uncached blocks that a decode worker may prefill itself; 0: always hand off."""
+    num_tokens: int
+    """To be in the cache when decoding begins."""
+    num_growth_tokens: int = 0
+    """Output that may still come, of one sample."""
+    num_expected_tokens: int = 0
+    """Output that probably comes, of one sample."""
+    num_samples: int = 1
+    cached_rows: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """Of workers that probably have a prefix."""
+    cached_tokens: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """Its tokens, one number a row."""
+    max_local_tokens: int = 0
+    """Most uncached tokens that a decode worker may prefill itself; 0: always hand off."""
+    has_prefill_pool: bool = True
+    """There is, or was, one; without it every prompt is local."""
+    tpot_slo_s: float | None = None
+    """Wanted seconds per output token."""
+    ttft_slo_s: float | None = None
+    """Wanted seconds from now to the first token."""
+    excluded: Collection[WorkerKey] = ()
+
+    @property
+    def num_kv_tokens(self) -> float:
+        """Tokens that it will hold on decode, on average over its life."""
+        return self.num_tokens + self.num_samples * self.num_expected_tokens // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,107 +85,194 @@ class Choice:
     """None: the decode worker prefills by itself."""
     decode: WorkerKey
     path: Path
-    cached_blocks: int
+    cached_tokens: int
     """The prefix hit expected where the prompt is computed."""
+    cached_blocks: int
+    table: CandidateTable
+    link_until_s: float | None = None
+    """Until when the hand-off keeps both links; None while nothing is predicted."""
+
+    @property
+    def expected(self) -> Candidate:
+        """What it should cost."""
+        return self.table.candidate(0)
 
 
-def choose_pair(
-    workers: Sequence[WorkerView],
-    demand: Demand,
-    excluded: Collection[WorkerKey] = (),
-    *,
-    has_prefill_pool: bool,
-) -> Choice:
-    """Chooses a prefill and a decode worker, or a decode worker alone without a prefill pool.
+class Policy(Protocol):
+    """Chooses; what was chosen is charged by the caller."""
 
-    Raises:
-        NoWorker: no pair is available now.
-        TooLong: no decode worker could ever hold the request.
-    """
-    usable = [worker for worker in workers if worker.is_available and worker.key not in excluded]
-    decodes = _that_fit([worker for worker in usable if worker.role is Role.DECODE], demand)
-    if not decodes:
-        raise NoWorker("no decode worker is available")
-    if not has_prefill_pool:
-        best = _cheapest(decodes, demand)
-        return _locally(best, demand)
-    near = [one for one in decodes if _uncached(one, demand) <= demand.max_local_blocks]
-    if near and demand.max_local_blocks:
-        # A short rest costs decode less, in its own chunks, than two workers and a hand-off.
-        return _locally(_cheapest(near, demand), demand)
-    prefills = [worker for worker in usable if worker.role is Role.PREFILL]
-    if not prefills:
-        raise NoWorker("no prefill worker is available")
-    pairs = []
-    for digest in sorted({worker.compatibility_digest for worker in prefills}):
-        group = [worker for worker in decodes if worker.compatibility_digest == digest]
-        if group:
-            side = [worker for worker in prefills if worker.compatibility_digest == digest]
-            prefill, decode = _cheapest(side, demand), _cheapest(group, demand)
-            # The score is a sum of one term per side, so the best of each side make the best pair.
-            pairs.append((_cost(prefill, demand) + _cost(decode, demand), prefill, decode))
-    if not pairs:
-        raise NoWorker("no prefill worker has a compatible decode worker")
-    _, prefill, decode = min(pairs, key=lambda pair: pair[0])
-    return Choice(
-        prefill=prefill.key,
-        decode=decode.key,
-        path="disaggregated",
-        cached_blocks=_cached(prefill, demand),
-    )
+    def choose(self, demand: Demand, now_s: float) -> Choice:
+        """Chooses a prefill and a decode worker, or a decode worker alone.
+
+        Raises:
+            NoWorker: none is available now.
+            TooLong: no decode worker could ever hold the request.
+        """
+        ...
+
+    def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
+        """Chooses another decode worker for KV that waits on a prefill worker; raises as `choose`.
+
+        NoWorker also says that the prefill worker is gone.
+        """
+        ...
 
 
-def choose_decode(
-    workers: Sequence[WorkerView],
-    demand: Demand,
-    prefill_digest: bytes,
-    excluded: Collection[WorkerKey] = (),
-) -> WorkerKey:
-    """Chooses another decode worker for KV that waits on a prefill worker.
+class JointPolicy:
+    """The policy of this router."""
 
-    Raises:
-        NoWorker: none is available now.
-        TooLong: none could ever hold the request.
-    """
-    usable = [
-        worker
-        for worker in workers
-        if worker.role is Role.DECODE
-        and worker.is_available
-        and worker.key not in excluded
-        and worker.compatibility_digest == prefill_digest
-    ]
-    fitting = _that_fit(usable, demand)
-    if not fitting:
-        raise NoWorker("no decode worker is available")
-    return _cheapest(fitting, demand).key
+    def __init__(self, fleet: Fleet, table: LawTable) -> None:
+        """Reads both, writes none."""
+        self._fleet = fleet
+        self._table = table
+
+    def choose(self, demand: Demand, now_s: float) -> Choice:
+        """Chooses by the least cost over both paths, see `Policy`."""
+        fleet, laws = self._fleet, self._table.laws(now_s)
+        cached, tie = self._cached(demand), self._tie()
+        queue = queue_cost(fleet, laws, now_s)
+        side = self._decode_side(demand, cached, tie, now_s)
+        ways = []
+        local = _local_side(side, queue, demand, laws)
+        if local is not None:
+            ways.append(local_ways(fleet, laws, local, queue, demand.num_tokens))
+        # In blocks the two paths cannot be compared: a short rest stays where it is cached.
+        if demand.has_prefill_pool and (laws.is_fitted or not ways):
+            usable = fleet.usable(Role.PREFILL, demand.excluded, now_s)
+            if usable.any():
+                uncached = np.maximum(demand.num_tokens - cached, 1.0)
+                time = prefill_cost(laws, uncached, cached)
+                own = queue + time
+                own += tie
+                own[~usable] = np.inf
+                prompt = PromptSide(own=own, queue=queue, time=time, uncached=uncached, tie=tie)
+                ways += self._pairs(prompt, side, laws, now_s)
+            elif not ways:
+                raise NoWorker("no prefill worker is available")
+        if not ways:
+            raise NoWorker("no prefill worker has a compatible decode worker")
+        joined = join_ways(ways)
+        if demand.ttft_slo_s is not None and laws.is_fitted:
+            late = np.maximum(joined.terms[FIRST_TOKEN] - demand.ttft_slo_s, 0.0)
+            joined = replace(joined, rank=joined.rank + MISSED_WEIGHT * late)
+        return self._pick(joined, cached, laws, now_s)
+
+    def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
+        """Chooses by what is left: the hand-off, the wait for room, the step."""
+        fleet, laws = self._fleet, self._table.laws(now_s)
+        row = fleet.row_of(prefill)
+        if row is None:
+            raise NoWorker(f"worker {prefill.worker_id} is gone")
+        cached, tie = self._cached(demand), self._tie()
+        side = self._decode_side(demand, cached, tie, now_s, fleet.group == fleet.group[row])
+        none = np.zeros(fleet.capacity)
+        own = np.full(fleet.capacity, np.inf)
+        own[row] = 0.0
+        computed = PromptSide(own=own, queue=none, time=none, uncached=none + 1.0, tie=none)
+        return self._pick(pair_ways(fleet, laws, computed, side, now_s), cached, laws, now_s)
+
+    def _decode_side(
+        self,
+        demand: Demand,
+        cached: FloatArray,
+        tie: FloatArray,
+        now_s: float,
+        is_of_group: BoolArray | None = None,
+    ) -> DecodeSide:
+        fleet, laws = self._fleet, self._table.laws(now_s)
+        usable = fleet.usable(Role.DECODE, demand.excluded, now_s)
+        if is_of_group is not None:
+            usable &= is_of_group
+        if not usable.any():
+            raise NoWorker("no decode worker is available")
+        usable &= self._that_fit(usable, demand)
+        uncached = demand.num_tokens - cached
+        seqs, kv_tokens = load = decode_load(fleet, laws)
+        added = demand.num_kv_tokens if laws.is_fitted else uncached
+        step = step_cost(laws, seqs + demand.num_samples, kv_tokens + added)
+        own = step + laws.handoff_per_token * uncached
+        own += tie
+        wait = missed = np.zeros(fleet.capacity)
+        if laws.is_fitted:
+            need = (demand.num_samples, demand.num_kv_tokens)
+            wait = room_wait_s(fleet, need, load, step * demand.num_expected_tokens)
+            own += wait
+            if demand.tpot_slo_s is not None:
+                missed = np.maximum(step - demand.tpot_slo_s, 0.0)
+                own += MISSED_WEIGHT * missed
+        own[~usable] = np.inf
+        return DecodeSide(
+            own=own, uncached=uncached, seqs=seqs, step=step, wait=wait, missed=missed, tie=tie
+        )
+
+    def _pairs(self, prompt: PromptSide, side: DecodeSide, laws: Laws, now_s: float) -> list[Ways]:
+        fleet = self._fleet
+        if fleet.num_groups == 1:
+            return [pair_ways(fleet, laws, prompt, side, now_s)]
+        ways = []
+        for group in range(fleet.num_groups):
+            others = fleet.group != group
+            near = replace(prompt, own=np.where(others, np.inf, prompt.own))
+            far = replace(side, own=np.where(others, np.inf, side.own))
+            pairs = pair_ways(fleet, laws, near, far, now_s)
+            if len(pairs.rank):
+                ways.append(pairs)
+        return ways
+
+    def _cached(self, demand: Demand) -> FloatArray:
+        cached = np.zeros(self._fleet.capacity)
+        if len(demand.cached_rows):
+            cached[demand.cached_rows] = np.minimum(demand.cached_tokens, demand.num_tokens)
+        return cached
+
+    def _tie(self) -> FloatArray:
+        """Returns something small that is larger for who was picked later."""
+        tie: FloatArray = self._fleet.last_pick * (_TIE / (self._fleet.num_picks + 1))
+        return tie
+
+    def _that_fit(self, usable: BoolArray, demand: Demand) -> BoolArray:
+        fleet = self._fleet
+        # A worker holds whole blocks, so tokens can be compared instead of blocks.
+        fits: BoolArray = fleet.room_tokens >= demand.num_tokens + demand.num_growth_tokens
+        if not (fits & usable).any():
+            largest = int(fleet.total_blocks[usable].max())
+            size = fleet.block_size[usable].max()
+            need = -(-(demand.num_tokens + demand.num_growth_tokens) // int(size))
+            raise TooLong("prompt", need, f"at most {largest} KV blocks with its output")
+        return fits
+
+    def _pick(self, ways: Ways, cached: FloatArray, laws: Laws, now_s: float) -> Choice:
+        keys, best = self._fleet.keys, ways.best()
+        computing, decoding = ways.computes[best].tolist(), ways.decodes[best].tolist()
+        pairs = tuple(
+            [
+                (None if one == other else keys[one], keys[other])
+                for one, other in zip(computing, decoding, strict=True)
+            ]
+        )
+        first, computes = best[0], computing[0]
+        prefill, decode = pairs[0]
+        return Choice(
+            prefill=prefill,
+            decode=decode,
+            path="local" if prefill is None else "disaggregated",
+            cached_tokens=int(cached[computes]),
+            cached_blocks=int(cached[computes] // self._fleet.block_size[computes]),
+            table=CandidateTable(
+                is_in_seconds=laws.is_fitted, terms=ways.terms[:, best].T, pairs=pairs
+            ),
+            link_until_s=now_s + float(ways.link_until[first]) if laws.is_fitted else None,
+        )
 
 
-def _that_fit(workers: list[WorkerView], demand: Demand) -> list[WorkerView]:
-    need = demand.prompt_blocks + demand.growth_blocks
-    fitting = [worker for worker in workers if worker.total_blocks >= need]
-    if workers and not fitting:
-        largest = max(worker.total_blocks for worker in workers)
-        raise TooLong("prompt", need, f"at most {largest} KV blocks with its output")
-    return fitting
-
-
-def _cached(worker: WorkerView, demand: Demand) -> int:
-    return min(demand.cached_blocks.get(worker.key.worker_id, 0), demand.prompt_blocks)
-
-
-def _uncached(worker: WorkerView, demand: Demand) -> int:
-    return demand.prompt_blocks - _cached(worker, demand)
-
-
-def _cost(worker: WorkerView, demand: Demand) -> int:
-    return worker.load_blocks + _uncached(worker, demand)
-
-
-def _locally(worker: WorkerView, demand: Demand) -> Choice:
-    cached = _cached(worker, demand)
-    return Choice(prefill=None, decode=worker.key, path="local", cached_blocks=cached)
-
-
-def _cheapest(workers: Sequence[WorkerView], demand: Demand) -> WorkerView:
-    return min(workers, key=lambda one: (_cost(one, demand), one.last_picked, one.key.worker_id))
+def _local_side(
+    side: DecodeSide, queue: FloatArray, demand: Demand, laws: Laws
+) -> DecodeSide | None:
+    """Returns who may compute the whole prompt, or its rest, and decode; None: nobody."""
+    if not demand.has_prefill_pool:
+        return replace(side, own=side.own + queue) if laws.is_fitted else side
+    if not demand.max_local_tokens:
+        return None
+    is_near = (side.uncached <= demand.max_local_tokens) & laws.knows_prefill
+    own = np.where(is_near, side.own, np.inf)
+    return replace(side, own=own) if own.min() < np.inf else None

@@ -1,75 +1,385 @@
-"""Which worker probably holds which prefix: a bounded, approximate hint.
+"""Which worker holds which prefix, in granules of 128 tokens: a hint, never a promise.
 
-Prefixes are indexed in granules of 128 tokens under chained 64-bit keys, so that one look-up per
-granule finds the longest match. The index is fed by what this router placed; workers verify full
-digests and token ids themselves, so a wrong entry costs a cache miss and never a wrong token.
+    unwatched: the index learns from what was placed, and forgets the oldest of it
+    watched:   the worker's own events count (see `cache_watch`); what was placed a moment ago
+               counts beside them until the worker confirms it, or the hint is too old
+
+Workers verify full digests and token ids themselves, so a wrong entry costs a cache miss and never
+a wrong token. A worker that leaves is forgotten at once; its entries are swept out bit by bit.
 """
 
-import hashlib
-from array import array
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.cache.granule_hash import GRANULE_TOKENS, hash_granules
 from pdserve.request import WorkerId
+from pdserve.timeline import Clock
+from router.granule_table import GranuleTable, Keys
+from router.holder_sets import MAX_ROWS, Bits, HolderSets, Rows, unpack_maps
 
-GRANULE_TOKENS = 128
+__all__ = ["GRANULE_TOKENS", "PrefixIndex", "hash_granules"]
+
+HINT_S = 30.0
+"""A placed prompt that its worker has not cached by then is not going to be."""
+_KEYS_A_SWEEP = 1 << 14
+_MIN_TIDY = 1 << 12
+_NO_ROW = -1
+
+Matches = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-def hash_granules(token_ids: Sequence[int], tenant_salt: bytes = b"") -> tuple[int, ...]:
-    """Returns one key per full granule; each covers all tokens up to its end."""
-    keys = []
-    previous = hashlib.sha256(len(tenant_salt).to_bytes(8, "little") + tenant_salt).digest()
-    tokens = array("I", token_ids)
-    size = GRANULE_TOKENS * tokens.itemsize
-    # One conversion for all: 131,072 tokens take 2.5 ms of the event loop instead of 4.
-    view = memoryview(tokens).cast("B")
-    for start in range(0, len(view) - size + 1, size):
-        previous = hashlib.sha256(previous + view[start : start + size]).digest()
-        keys.append(int.from_bytes(previous[:8], "little"))
-    return tuple(keys)
+@dataclass(slots=True)
+class _Life:
+    """What a worker has told since it was last cleared; nobody else has its place in sets."""
+
+    worker_id: WorkerId
+    place: int
+    is_watched: bool = False
+
+
+@dataclass(slots=True)
+class _Hint:
+    """Granules that a worker is about to hold; the last ones go first."""
+
+    place: int
+    keys: list[int]
+    until_s: float
 
 
 class PrefixIndex:
-    """Maps granule keys to workers, least recently used keys out first."""
+    """Maps granule keys to workers."""
 
-    def __init__(self, max_keys: int = 1 << 18) -> None:
-        """Bounds the index to `max_keys` granules over all workers."""
+    def __init__(
+        self,
+        max_keys: int = 1 << 18,
+        clock: Clock | None = None,
+        *,
+        hint_s: float = HINT_S,
+        seed: int = 0,
+    ) -> None:
+        """Knows nobody.
+
+        Args:
+            max_keys: most (granule, worker) pairs that are known from placements alone.
+            clock: ages hints; without one they do not age.
+            hint_s: how long a watched worker has to confirm what was placed there.
+            seed: of the table's hash.
+        """
         assert max_keys > 0
         self._max_keys = max_keys
-        self._workers: OrderedDict[int, set[WorkerId]] = OrderedDict()
+        self._clock = clock
+        self._hint_s = hint_s
+        self._table = GranuleTable(seed)
+        self._sets = HolderSets()
+        self._num_pairs = 0
+        self._rows: dict[WorkerId, int] = {}
+        self._ids: dict[int, WorkerId] = {}
+        self._lives: dict[WorkerId, _Life] = {}
+        self._row_at = np.full(64, _NO_ROW, np.int64)
+        """Of the worker whose place it is."""
+        self._free_places: list[int] = []
+        self._num_places = 0
+        self._retired: list[int] = []
+        """Places that are swept in this pass."""
+        self._retired_next: list[int] = []
+        self._next_segment = 0
+        self._hints: deque[_Hint] = deque()
+        """At watched workers, the oldest first."""
+        self._learnt: deque[_Hint] = deque()
+        """At others."""
+        self._num_queued = 0
+        """Keys in both when they were last tidied, and what came since."""
+        self._pending: dict[int, dict[int, _Hint]] = {}
+        """By place and key: pairs that are known from placements alone."""
+        self._num_pending = 0
 
     def __len__(self) -> int:
-        return len(self._workers)
+        """Counts (granule, worker) pairs; those of workers that left until they are swept out."""
+        return self._num_pairs
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays."""
+        return self._table.num_bytes + self._sets.num_bytes
+
+    def join(self, worker_id: WorkerId, row: int | None = None) -> int:
+        """Gives a worker a row, the caller's if it names one; it has that until it is forgotten."""
+        known = self._rows.get(worker_id)
+        if known is not None:
+            assert row is None or row == known
+            return known
+        if row is None:
+            row = next(free for free in range(len(self._ids) + 1) if free not in self._ids)
+        assert row not in self._ids, f"row {row} is taken"
+        self._rows[worker_id], self._ids[row] = row, worker_id
+        self._begin_life(worker_id)
+        return row
 
     def add(self, worker_id: WorkerId, keys: Sequence[int]) -> None:
         """Notes that a worker is about to hold these granules."""
-        # Leaves first: a prefix must outlive what extends it, or the rest can never match.
-        for key in reversed(keys):
-            self._workers.setdefault(key, set()).add(worker_id)
-            self._workers.move_to_end(key)
-        while len(self._workers) > self._max_keys:
-            self._workers.popitem(last=False)
+        self.join(worker_id)
+        life = self._lives[worker_id]
+        ages = life.is_watched and self._clock is not None
+        until_s = self._now_s() + self._hint_s if ages else float("inf")
+        queue = self._hints if life.is_watched else self._learnt
+        hint = _Hint(life.place, list(dict.fromkeys(keys)), until_s)
+        pending = self._pending.setdefault(life.place, {})
+        array = np.array(hint.keys, np.uint64)
+        is_new = self._store(np.full(len(array), life.place, np.uint16), array)
+        hint.keys = [
+            key
+            for key, new in zip(hint.keys, is_new.tolist(), strict=True)
+            if new or key in pending
+        ]
+        self._num_pending -= len(pending)
+        pending.update(dict.fromkeys(hint.keys, hint))
+        self._num_pending += len(pending)
+        queue.append(hint)
+        self._num_queued += len(hint.keys)
+        self._drop_hints()
+        self._tidy_hints()
+        self.sweep()
 
     def match(self, keys: Sequence[int]) -> dict[WorkerId, int]:
         """Returns how many leading granules each worker holds; workers without any are absent."""
-        lengths: dict[WorkerId, int] = {}
-        alive: set[WorkerId] | None = None
-        for depth, key in enumerate(keys, start=1):
-            holders = self._workers.get(key)
-            if holders is None:
-                break
-            alive = set(holders) if alive is None else alive & holders
-            if not alive:
-                break
-            lengths.update(dict.fromkeys(alive, depth))
-        return lengths
+        rows, lengths = self.match_rows(keys)
+        pairs = zip(rows.tolist(), lengths.tolist(), strict=True)
+        return {self._ids[row]: length for row, length in pairs}
+
+    def match_rows(self, keys: Sequence[int]) -> Matches:
+        """Returns the rows of the workers that hold the first granule, and how many each holds."""
+        self._drop_hints()
+        sets = self._find_leading(_as_keys(np.array(keys, np.uint64)))
+        if not len(sets):
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        places = self._sets.few_in(int(sets[0]))
+        if places is not None:
+            lengths = np.array([_count_leading(self._sets.contain(sets, p)) for p in places])
+        else:
+            places, lengths = self._measure_many(sets)
+        rows = self._row_at[places]
+        is_here = rows != _NO_ROW
+        return rows[is_here], lengths[is_here]
+
+    def _measure_many(self, sets: NDArray[np.uint32]) -> Matches:
+        """Returns the places in the first set, and in how many sets from there on each is."""
+        # Neighbours mostly have the same holders.
+        ends = np.append(np.flatnonzero(sets[1:] != sets[:-1]) + 1, len(sets))
+        maps = self._sets.maps_of(sets[ends - 1])
+        changes = maps[1:] ^ maps[:-1]
+        if np.bitwise_or.reduce(changes & maps[1:], axis=None):
+            # Somebody holds what extends a prefix but not all of the prefix: rare.
+            np.bitwise_and.accumulate(maps.copy(), axis=0, out=maps)
+            changes = maps[1:] ^ maps[:-1]
+        run, places = unpack_maps(changes)
+        staying = unpack_maps(maps[-1:])[1]
+        lengths = np.concatenate((ends[run], np.full(len(staying), len(sets))))
+        return np.concatenate((places, staying)), lengths
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drops a worker, after its death or restart."""
-        empty = []
-        for key, holders in self._workers.items():
-            holders.discard(worker_id)
-            if not holders:
-                empty.append(key)
-        for key in empty:
-            del self._workers[key]
+        row = self._rows.pop(worker_id, None)
+        if row is not None:
+            del self._ids[row]
+            self._retire(self._lives.pop(worker_id))
+
+    def begin_snapshot(self, worker_id: WorkerId) -> None:
+        """Voids all that is known of a worker; from now on its own events count."""
+        self.join(worker_id)
+        self._retire(self._lives[worker_id])
+        self._begin_life(worker_id).is_watched = True
+
+    def is_watched(self, worker_id: WorkerId) -> bool:
+        """Says whether what a worker holds is known from itself."""
+        life = self._lives.get(worker_id)
+        return life is not None and life.is_watched
+
+    def apply(
+        self, worker_ids: Sequence[WorkerId], keys: Sequence[Keys], removed: Sequence[Bits]
+    ) -> None:
+        """Takes what watched workers tell of themselves, several at once.
+
+        Args:
+            worker_ids: the workers; what those tell that are not watched is void.
+            keys: of the granules that came or went, in order, for each worker.
+            removed: says for each key that it went.
+        """
+        self._drop_hints()
+        lives = [self._lives.get(each) for each in worker_ids]
+        known = [i for i, life in enumerate(lives) if life is not None and life.is_watched]
+        if not known:
+            return
+        places = [np.full(len(keys[i]), self._place_of(worker_ids[i]), np.uint16) for i in known]
+        self._take_events(
+            np.concatenate(places),
+            np.concatenate([keys[i] for i in known]),
+            np.concatenate([removed[i] for i in known]),
+        )
+        self.sweep()
+
+    def sweep(self) -> bool:
+        """Takes entries of workers that left out of a part of the table; False: there are none."""
+        if not self._retired:
+            self._retired, self._retired_next = self._retired_next, []
+        if not self._retired:
+            return False
+        num_swept = 0
+        while num_swept < _KEYS_A_SWEEP and self._next_segment < self._table.num_segments:
+            num_swept += self._sweep_segment(self._next_segment)
+            self._next_segment += 1
+        if self._next_segment == self._table.num_segments:
+            self._next_segment = 0
+            self._free_places += self._retired
+            self._retired = []
+        return True
+
+    def _place_of(self, worker_id: WorkerId) -> int:
+        return self._lives[worker_id].place
+
+    def _begin_life(self, worker_id: WorkerId) -> _Life:
+        while self._num_places >= MAX_ROWS and not self._free_places and self.sweep():
+            pass
+        if self._free_places:
+            place = self._free_places.pop()
+        else:
+            place = self._num_places
+            assert place < MAX_ROWS, "too many workers come and go"
+            self._num_places += 1
+            self._sets.admit(place)
+            if place >= len(self._row_at):
+                more = np.full(max(64 * self._sets.num_words, 2 * place), _NO_ROW, np.int64)
+                more[: len(self._row_at)] = self._row_at
+                self._row_at = more
+        self._row_at[place] = self._rows[worker_id]
+        self._lives[worker_id] = _Life(worker_id, place)
+        return self._lives[worker_id]
+
+    def _retire(self, life: _Life) -> None:
+        self._row_at[life.place] = _NO_ROW
+        self._num_pending -= len(self._pending.pop(life.place, ()))
+        self._retired_next.append(life.place)
+
+    def _find_leading(self, keys: Keys) -> NDArray[np.uint32]:
+        """Returns the sets of the leading keys that are there."""
+        is_found, slots = self._table.find(keys)
+        if not is_found.all():
+            slots = slots[: int(is_found.argmin())]
+        return self._table.values_at(slots)
+
+    def _take_events(self, places: Rows, keys: Keys, is_removed: Bits) -> None:
+        # Of several events for one pair the last one counts; `lexsort` keeps their order.
+        order = np.lexsort((places, keys))
+        places, keys, is_removed = places[order], keys[order], is_removed[order]
+        is_same_key = keys[1:] == keys[:-1]
+        is_last = np.append(~(is_same_key & (places[1:] == places[:-1])), True)
+        places, keys, is_removed = places[is_last], keys[is_last], is_removed[is_last]
+        self._confirm(places, keys)
+        is_stored = ~is_removed
+        self._store(places[is_stored], keys[is_stored])
+        self._remove(places[is_removed], keys[is_removed])
+
+    def _confirm(self, places: Rows, keys: Keys) -> None:
+        """What a worker itself tells of is no hint any more."""
+        if not self._num_pending:
+            return
+        is_hinted = np.isin(places, np.fromiter(self._pending, np.uint16, len(self._pending)))
+        for place, key in zip(places[is_hinted].tolist(), keys[is_hinted].tolist(), strict=True):
+            if self._pending[place].pop(key, None) is not None:
+                self._num_pending -= 1
+
+    def _store(self, places: Rows, keys: Keys) -> Bits:
+        """Adds pairs, each once; returns which of them are new."""
+        is_new = np.zeros(len(keys), np.bool_)
+        keys = _as_keys(keys)
+        for turn in _turns(keys):
+            added, to = keys[turn], places[turn]
+            is_found, slots = self._table.find(added)
+            slots = slots[is_found]
+            sets, joined = self._sets.add(self._table.values_at(slots), to[is_found])
+            self._table.set_values(slots, sets)
+            self._table.insert(added[~is_found], to[~is_found].astype(np.uint32))
+            is_new[turn[is_found]] = joined
+            is_new[turn[~is_found]] = True
+        self._num_pairs += int(is_new.sum())
+        return is_new
+
+    def _remove(self, places: Rows, keys: Keys) -> None:
+        keys = _as_keys(keys)
+        for turn in _turns(keys):
+            is_found, slots = self._table.find(keys[turn])
+            slots = slots[is_found]
+            left = self._sets.remove(self._table.values_at(slots), places[turn][is_found])
+            self._table.set_values(slots, left.sets)
+            self._table.delete(slots[left.is_empty])
+            self._num_pairs -= int(left.num_removed.sum())
+
+    def _sweep_segment(self, segment: int) -> int:
+        slots = self._table.segment(segment)
+        sets = self._table.values_at(slots)
+        left = self._sets.remove_all(sets, np.array(self._retired, np.uint16))
+        self._table.set_values(slots, left.sets)
+        self._table.delete(slots[left.is_empty])
+        self._num_pairs -= int(left.num_removed.sum())
+        return len(slots)
+
+    def _drop_hints(self) -> None:
+        """Drops hints that are too old, or too many, the oldest first and their ends before all."""
+        now_s = self._now_s()
+        dropped: dict[int, list[int]] = {}
+        for queue in (self._learnt, self._hints):
+            while queue and (queue[0].until_s <= now_s or self._num_pending > self._max_keys):
+                hint = queue[0]
+                if not hint.keys:
+                    queue.popleft()
+                    continue
+                key = hint.keys.pop()
+                if self._is_pending(hint, key):
+                    del self._pending[hint.place][key]
+                    self._num_pending -= 1
+                    dropped.setdefault(hint.place, []).append(key)
+        for place, keys in dropped.items():
+            self._remove(np.full(len(keys), place, np.uint16), np.array(keys, np.uint64))
+
+    def _is_pending(self, hint: _Hint, key: int) -> bool:
+        """Says whether it is this hint alone from which the pair is known."""
+        return self._pending.get(hint.place, {}).get(key) is hint
+
+    def _tidy_hints(self) -> None:
+        """Lets go of what was confirmed, or hinted at again, once that is most of it."""
+        if self._num_queued < 2 * self._num_pending + _MIN_TIDY:
+            return
+        for queue in (self._learnt, self._hints):
+            for hint in queue:
+                hint.keys = [key for key in hint.keys if self._is_pending(hint, key)]
+            left = [hint for hint in queue if hint.keys]
+            queue.clear()
+            queue.extend(left)
+        self._num_queued = self._num_pending
+
+    def _now_s(self) -> float:
+        return 0.0 if self._clock is None else self._clock.now()
+
+
+def _count_leading(flags: Bits) -> int:
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+def _as_keys(keys: Keys) -> Keys:
+    """Returns keys without 0, which marks free slots of the table."""
+    return np.maximum(keys, np.uint64(1))
+
+
+def _turns(keys: Keys) -> list[NDArray[np.int64]]:
+    """Cuts indexes into parts in which no key comes twice."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    is_first = np.append(True, ordered[1:] != ordered[:-1])
+    if is_first.all():
+        return [order] if len(order) else []
+    starts = np.flatnonzero(is_first)
+    rank = np.arange(len(keys)) - np.repeat(starts, np.diff(np.append(starts, len(keys))))
+    return [order[rank == turn] for turn in range(int(rank.max()) + 1)]

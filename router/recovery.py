@@ -30,8 +30,11 @@ from router.admission import Admission
 from router.attempt import Cause, Phase, Placement
 from router.metrics import RouterMetrics
 from router.placer import PlaceQuery, Placer
-from router.policy import Choice, WorkerKey
+from router.policy import Choice
 from router.request_state import RequestState
+from router.slo import TooLate
+from router.waiting_room import Turn, WaitingRoom
+from router.worker_key import WorkerKey
 from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -79,6 +82,7 @@ class Recovery:
         metrics: RouterMetrics,
     ) -> None:
         """Takes what it works on."""
+        self._room = WaitingRoom(pool.book, clock)
         self._pool = pool
         self._placer = placer
         self._admission = admission
@@ -142,6 +146,8 @@ class Recovery:
             one.times.note_dispatch(now_s)
             one.prefill_worker = choice.prefill.worker_id if choice.prefill else ""
             one.decode_worker = choice.decode.worker_id
+        if call.samples[0] in active.mates:
+            call.note_choice(active.state.attempt, choice, now_s)
         first = requests[0]
         if active not in call.together:
             return first
@@ -169,7 +175,7 @@ class Recovery:
             now_s = self._clock.now()
             try:
                 query = self._query(active, now_s)
-                decode = await self._placer.place_decode(query, placement.prefill)
+                choice = await self._placer.place_decode(query, placement.prefill)
             except NoWorker:
                 if now_s >= give_up_at_s:
                     self._give_up(_held_with(active), Cause.RETURNED)
@@ -180,7 +186,7 @@ class Recovery:
             except WorkerLost:
                 self._give_up(_held_with(active), Cause.WORKER_LOST)
                 return
-            self._send_placement(active, placement.prefill, decode)
+            self._send_placement(active, placement.prefill, choice.decode)
             return
 
     def send_fences(self, state: RequestState) -> None:
@@ -204,7 +210,29 @@ class Recovery:
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
 
+    async def _await_turn(self, active: ActiveRequest) -> None:
+        """Lets those go first whose turn is earlier; what was under way already waits for none."""
+        call = active.call
+        if active.state.attempt or active.state.next_index:
+            return
+        query = self._query(active, self._clock.now())
+        self._placer.check_wait(query, self._room.tokens_before(call.slo.priority))
+        turn = Turn(
+            tenant=call.tenant,
+            priority=call.slo.priority,
+            cost=self._placer.expect_uncached(query),
+        )
+        await self._room.wait_for_turn(turn, has_prefill_pool=query.has_prefill_pool)
+
     async def _find_pair(self, active: ActiveRequest) -> Choice:
+        try:
+            await self._await_turn(active)
+            return await self._find_pair_now(active)
+        except TooLate:
+            self._metrics.slo_refusals.inc()
+            raise
+
+    async def _find_pair_now(self, active: ActiveRequest) -> Choice:
         if active.waiting_since_s is None:
             active.waiting_since_s = self._clock.now()
             active.last_refusal = None
@@ -225,6 +253,8 @@ class Recovery:
     def _query(self, active: ActiveRequest, now_s: float) -> PlaceQuery:
         state = active.state
         num_tokens = state.request.num_prompt_tokens + state.next_index
+        slo, is_new = active.call.slo, state.attempt == 0 and state.next_index == 0
+        waited_s = now_s - active.call.received_s
         return PlaceQuery(
             request_id=state.request_id,
             followers=tuple(one.state.request_id for one in active.mates if one is not active),
@@ -234,6 +264,9 @@ class Recovery:
             # What was running already goes through the prefill pool's priority lane.
             may_be_local=state.attempt == 0 and not active.is_local_refused,
             excluded=active.excluded(now_s),
+            has_prefill_pool=self._pool.has_prefill_pool,
+            tpot_slo_s=slo.tpot_s,
+            ttft_slo_s=None if slo.ttft_s is None or not is_new else slo.ttft_s - waited_s,
         )
 
     async def _submit(

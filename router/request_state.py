@@ -29,7 +29,7 @@ from pdserve.rpc.codec import finish_reason_from_wire
 from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import worker_pb2
 from router.attempt import Cause, Fence, Finish, Phase, Placement, Token
-from router.policy import WorkerKey
+from router.worker_key import WorkerKey
 
 MAX_EARLY_TOKENS = 4096
 """Tokens kept for an index that has not come yet; a gap this wide is a lost message."""

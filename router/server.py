@@ -28,6 +28,8 @@ from pdserve.line_output import write_line
 from pdserve.log import configure_logging
 from pdserve.metrics import serve_metrics
 from pdserve.models.folder import effective_max_model_len, read_model_config
+from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.profile_files import read_profiles
 from pdserve.registry.base import Registry
 from pdserve.registry.redis import RedisRegistry
 from pdserve.request import FrontId
@@ -38,17 +40,25 @@ from pdserve.tokenizer import Tokenizer
 from pdserve.version import VERSION
 from router.admission import Admission
 from router.auth import KeyGate, read_keyring
+from router.cache_watch import CacheWatch
+from router.cost import LawTable
 from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.index_metrics import IndexCollector
 from router.intake import Intake
 from router.load_book import LoadBook
+from router.load_share import LoadChannel, LoadShare
 from router.metrics import RouterMetrics
 from router.openai.app import HttpFront, HttpParts
 from router.openai.http_server import HttpServer
 from router.placer import InProcessPlacer
+from router.policy import JointPolicy
 from router.prefix_index import PrefixIndex
 from router.prompt import RequestMaker
 from router.recovery import Limits
+from router.redis_loads import RedisLoadChannel
 from router.service import InferenceService, ServerIdentity
+from router.slo import parse_slo_classes
 from router.validation import MAX_LOGPROBS, ModelLimits
 from router.worker_pool import WorkerPool
 
@@ -117,8 +127,20 @@ class ServedModel:
 class RouterFront:
     """All parts of one front, and their life."""
 
-    def __init__(self, config: RouterConfig, registry: Registry, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        clock: Clock,
+        loads: LoadChannel | None = None,
+    ) -> None:
         """Reads the model folder; listens nowhere yet.
+
+        Args:
+            config: of this front.
+            registry: where workers are found.
+            clock: of everything.
+            loads: to other fronts; None: workers' reports are all that is known of them.
 
         Raises:
             ConfigError: the folder or a limit is wrong.
@@ -128,18 +150,34 @@ class RouterFront:
         self.metrics_registry = CollectorRegistry()
         model = ServedModel.load(config)
         self._metrics = RouterMetrics(self.metrics_registry, model.limits.served_name)
+        fleet = Fleet(config.worker_silence_s)
+        book = LoadBook(fleet, clock)
+        self._share = None if loads is None else LoadShare(self.front_id, fleet, loads, clock)
+        self.predictor = Predictor(read_profiles(config.profiles))
+        table = LawTable(fleet, self.predictor)
         self.pool = WorkerPool(
             registry,
             self.front_id,
-            LoadBook(),
+            book,
             clock,
             silence_s=config.worker_silence_s,
             max_message_bytes=4 * config.max_request_bytes,
+            predictor=self.predictor,
+        )
+        self.index = PrefixIndex(clock=clock, seed=secrets.randbits(63))
+        self._cache_watch = CacheWatch(self.pool, self.index, self.front_id)
+        self.metrics_registry.register(
+            IndexCollector(model.limits.served_name, self.index, self._cache_watch)
         )
         self.dispatcher = Dispatcher(
             self.pool,
             InProcessPlacer(
-                self.pool, PrefixIndex(), config.block_size, config.local_prefill_tokens
+                JointPolicy(fleet, table),
+                book,
+                self.index,
+                clock,
+                config.local_prefill_tokens,
+                table,
             ),
             Admission(config.max_queued, config.max_in_flight),
             clock,
@@ -159,6 +197,7 @@ class RouterFront:
             self._metrics,
             clock,
             config.default_timeout_s,
+            parse_slo_classes(config.slo_classes),
         )
         self._keyring = read_keyring(config, secrets.token_bytes(32))
         self.service = InferenceService(
@@ -199,8 +238,11 @@ class RouterFront:
         await server.start()
         self._tasks = [
             asyncio.create_task(self.pool.run(self._config.registry_poll_s), name="pool"),
+            asyncio.create_task(self._cache_watch.run(), name="caches"),
             asyncio.create_task(self._watch(), name="health"),
         ]
+        if self._share is not None:
+            self._tasks.append(asyncio.create_task(self._share.run(), name="load share"))
         return port
 
     def _make_http_app(self) -> ASGIApp:
@@ -249,6 +291,7 @@ class RouterFront:
                 await self._server.set_serving(can_serve)
                 logger.info("health changed", extra={"is_serving": can_serve})
             num_waiting = self.dispatcher.admission.num_waiting
+            self._metrics.note_predictor(self.predictor.qualities())
             self._metrics.note_load(
                 num_running=self.dispatcher.num_in_flight - num_waiting, num_waiting=num_waiting
             )
@@ -274,7 +317,8 @@ async def serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, take_signal)
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(RedisRegistry(config.redis_url, config.cluster))
-        front = RouterFront(config, registry, MonotonicClock())
+        loads = await stack.enter_async_context(RedisLoadChannel(config.redis_url, config.cluster))
+        front = RouterFront(config, registry, MonotonicClock(), loads)
         metrics = serve_metrics(front.metrics_registry, config.host, config.metrics_port)
         stack.callback(metrics.close)
         port = await front.start()

@@ -15,6 +15,7 @@ from pdserve.timeline import Clock
 from pdserve.trace import parse_traceparent
 from router.active import ActiveRequest
 from router.auth import authorization_of
+from router.explain_wire import explanation_to_wire
 from router.intake import Intake, Origin
 from router.output import Delta
 from router.response import ResponseWriter
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 1.0
 """How long GetLoads waits for each worker's own figures."""
+EXPLAIN_KEY = "pdserve-explain"
+"""Trailer of a stream that ended well: its critical path in one line."""
 ABORT_TIMEOUT_S = 5.0
 """A status is handed to a client that reads nothing for this long, then the call is dropped."""
 
@@ -83,6 +86,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             self._dispatcher.cancel(active)
         ending = active.buffer.ending
+        explanation = active.call.explanation
+        if explanation is not None:
+            context.set_trailing_metadata(((EXPLAIN_KEY, explanation.summary()),))
         if ending is not None and ending.error is not None:
             await _abort_in_time(context, ending.error)
 
@@ -137,6 +143,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not was_found and not self._keyring.is_open:
             await abort_with(context, RequestNotFound("no request of this id is in flight"))
         return inference_pb2.AbortResponse()
+
+    async def Explain(
+        self,
+        request: inference_pb2.ExplainRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.ExplainRequest, inference_pb2.ExplainResponse
+        ],
+    ) -> inference_pb2.ExplainResponse:
+        """Tells why one of the caller's requests went where it went."""
+        try:
+            tenant = self._tenant_of(context)
+            found = self._dispatcher.explain(RequestId(request.request_id), tenant.name)
+        except PdserveError as error:
+            await abort_with(context, error)
+            raise
+        return explanation_to_wire(found)
 
     async def GetModelInfo(
         self,

@@ -52,6 +52,10 @@ class RequestTimes:
         """Merges what a worker says of its own stages."""
         self._by_attempt.setdefault(attempt, worker_pb2.StageTimes()).MergeFrom(times)
 
+    def stages_of(self, attempt: int) -> worker_pb2.StageTimes:
+        """Returns what workers have said of one attempt."""
+        return self._by_attempt.get(attempt, worker_pb2.StageTimes())
+
     @classmethod
     def joined(cls, parts: "Sequence[RequestTimes]") -> "RequestTimes":
         """Returns the times of several samples of one request as those of one.

@@ -20,7 +20,7 @@ from pdserve.rpc.server import open_channel
 from pdserve.rpc.status import error_from_rpc
 from pdserve.rpc.v1 import inference_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from pdserve.timeline import Clock
-from router.policy import WorkerKey
+from router.worker_key import WorkerKey
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class WorkerLink:
         self.record = record
         self.key = WorkerKey(worker_id=record.worker_id, incarnation=record.incarnation)
         self.load: types_pb2.WorkerLoad | None = None
+        self.last_report: int | None = None
+        """Number of the last load report that was taken in."""
         self.is_alive = False
         self.is_lost = False
         self._front_id = front_id
@@ -135,6 +137,12 @@ class WorkerLink:
         self._check_usable()
         call = self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
         return (await self._answer(call)).worker
+
+    def watch_cache(
+        self, request: worker_pb2.WatchCacheRequest
+    ) -> grpc.aio.UnaryStreamCall[worker_pb2.WatchCacheRequest, worker_pb2.CacheBatch]:
+        """Opens a stream of what the worker caches; whoever reads it cancels it."""
+        return self._stub.WatchCache(request)
 
     def _check_usable(self) -> None:
         if self.is_lost:

@@ -7,16 +7,20 @@ that is still listed but silent is gone, and is tried again after a pause.
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.errors import WorkerLost
+from pdserve.predictor.predictor import Predictor
 from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
 from pdserve.request import FrontId, Role, WorkerId
-from pdserve.rpc.v1 import worker_pb2
+from pdserve.rpc.v1 import types_pb2, worker_pb2
 from pdserve.timeline import Clock
+from router.fleet import Member, Report
 from router.load_book import LoadBook
 from router.mismatch import find_mismatch
-from router.policy import WorkerKey, WorkerView
+from router.sample_intake import observe_samples
+from router.worker_key import WorkerKey
 from router.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -25,6 +29,15 @@ _RETRY_LOST_S = 1.0
 DEPARTED_S = 120.0
 """A worker that went without a drain is remembered for so long: it may be restarting."""
 MAX_DEPARTED = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerView:
+    """A worker at one instant."""
+
+    key: WorkerKey
+    is_available: bool
+    """Alive, heard of lately, and not draining."""
 
 
 class PoolListener(Protocol):
@@ -55,9 +68,12 @@ class WorkerPool:
         *,
         silence_s: float,
         max_message_bytes: int,
+        predictor: Predictor | None = None,
     ) -> None:
         """Knows nobody until `poll` was called."""
         self.book = book
+        self._fleet = book.fleet
+        self._predictor = Predictor() if predictor is None else predictor
         self.has_prefill_pool = False
         """True from the first prefill worker on: without one, requests then wait."""
         self._registry = registry
@@ -135,19 +151,14 @@ class WorkerPool:
             await asyncio.wait(self._closing)
 
     def views(self) -> list[WorkerView]:
-        """Returns what the policy may choose from, as of now."""
-        return [
-            WorkerView(
-                key=link.key,
-                role=link.record.role,
-                is_available=link.is_available and link.silence_s() <= self._silence_s,
-                compatibility_digest=link.record.compatibility_digest,
-                load_blocks=self.book.blocks_of(link.key),
-                total_blocks=link.record.total_blocks,
-                last_picked=self.book.last_pick_of(link.key),
-            )
-            for link in self._links.values()
-        ]
+        """Returns who is here, and who of them takes new work, as of now."""
+        now_s = self._clock.now()
+        usable = {
+            self._fleet.keys[row]
+            for role in Role
+            for row in self._fleet.usable(role, (), now_s).nonzero()[0].tolist()
+        }
+        return [WorkerView(key=key, is_available=key in usable) for key in self._links]
 
     def links(self) -> Iterable[WorkerLink]:
         """Returns all links, sorted by worker id."""
@@ -213,11 +224,16 @@ class WorkerPool:
     def on_batch(self, worker: WorkerKey, batch: worker_pb2.StreamBatch) -> None:
         """Hands a message on."""
         assert self._listener is not None
+        self._fleet.hear(worker, self._clock.now())
+        if batch.HasField("load"):
+            self._take_load(worker, batch.load)
         self._listener.on_batch(worker, batch)
 
     def on_link_changed(self, worker: WorkerKey) -> None:
         """Wakes all who wait for a worker."""
         link = self._links[worker]
+        self._fleet.hear(worker, self._clock.now())
+        self._fleet.set_available(worker, is_available=link.is_available)
         extra = {"worker_id": worker.worker_id, "is_draining": link.is_draining}
         logger.info("worker available" if link.is_available else "worker changed", extra=extra)
         self._wake()
@@ -230,7 +246,7 @@ class WorkerPool:
             return
         self._retry_at_s[worker] = self._clock.now() + _RETRY_LOST_S
         self._note_departed(link)
-        self.book.forget(worker)
+        self._fleet.leave(worker)
         closing = asyncio.create_task(link.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -241,6 +257,23 @@ class WorkerPool:
         """Asks the listener."""
         assert self._listener is not None
         return self._listener.resumes_for(worker)
+
+    def _take_load(self, worker: WorkerKey, load: types_pb2.WorkerLoad) -> None:
+        link = self._links.get(worker)
+        # A stream that was opened anew repeats the last report.
+        if link is None or load.report == link.last_report:
+            return
+        link.last_report = load.report
+        record = link.record
+        observe_samples(self._predictor, record.worker_class, record.incarnation, load.samples)
+        is_prefill = link.record.role is Role.PREFILL
+        report = Report(
+            num_queued=load.num_waiting + (load.num_running if is_prefill else 0),
+            queued_tokens=load.queued_tokens,
+            num_running=0 if is_prefill else load.num_running,
+            kv_tokens=0 if is_prefill else load.active_blocks * link.record.block_size,
+        )
+        self._fleet.take_report(worker, report)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -292,5 +325,20 @@ class WorkerPool:
             max_message_bytes=self._max_message_bytes,
         )
         self._links[link.key] = link
+        self._fleet.join(_member_of(record))
         self._departed.pop(record.worker_id, None)
         link.start()
+
+
+def _member_of(record: WorkerRecord) -> Member:
+    return Member(
+        key=WorkerKey(worker_id=record.worker_id, incarnation=record.incarnation),
+        role=record.role,
+        digest=record.compatibility_digest,
+        worker_class=record.worker_class,
+        total_blocks=record.total_blocks,
+        block_size=record.block_size,
+        max_num_seqs=record.max_num_seqs,
+        chunk_tokens=record.max_num_batched_tokens,
+        kv_bytes_per_token=record.kv_bytes_per_token,
+    )

@@ -177,6 +177,19 @@ def serve(
     api_keys_file: Annotated[
         str | None, typer.Option(help="File with lines of TENANT KEY.")
     ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="What steps take on this device; may be repeated. Else learned."
+        ),
+    ] = None,
+    slo_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=ttft_s:S,tpot_s:S,priority:N",
+            help="What requests of a class want; may be repeated.",
+        ),
+    ] = None,
     ready_timeout_s: Annotated[float, typer.Option(help="Limit of the start.")] = 120.0,
     drain_timeout_s: Annotated[
         float,
@@ -272,6 +285,8 @@ def serve(
         max_local_prefill_tokens=max_local_prefill_tokens,
         api_keys=tuple(api_key or ()),
         api_keys_file=api_keys_file,
+        profiles=tuple(profile or ()),
+        slo_classes=tuple(slo_class or ()),
         local_prefill_tokens=local_prefill_tokens,
         ready_timeout_s=ready_timeout_s,
         drain_timeout_s=drain_timeout_s,

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
+from pdserve.cache.granule_hash import GRANULE_TOKENS, GranuleChain
+
 BlockHash = NewType("BlockHash", bytes)
 
 _DOMAIN = b"pdserve.kv.v1"
@@ -50,6 +52,7 @@ class HashChain:
         self._tail = hash_root(tenant_salt, revision)
         self._token_ids: list[int] = []
         self._hashes: list[BlockHash] = []
+        self._granules = GranuleChain(tenant_salt)
         self.extend(token_ids)
 
     def __len__(self) -> int:
@@ -85,6 +88,7 @@ class HashChain:
         twin._tail = self._tail
         twin._token_ids = self._token_ids.copy()
         twin._hashes = self._hashes.copy()
+        twin._granules = self._granules.fork()
         return twin
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
@@ -98,6 +102,14 @@ class HashChain:
     def block_hash(self, index: int) -> BlockHash:
         """Returns the hash of a full block."""
         return self._hashes[index]
+
+    def granule_key(self, index: int) -> int:
+        """Returns the key of a full granule; made when it is first asked for."""
+        keys = self._granules.keys
+        if index >= len(keys):
+            end = (index + 1) * GRANULE_TOKENS
+            self._granules.extend(self._token_ids[len(keys) * GRANULE_TOKENS : end])
+        return keys[index]
 
 
 def _digest(*fields: bytes) -> BlockHash:

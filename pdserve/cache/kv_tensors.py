@@ -121,15 +121,15 @@ class KvTensors:
         if payload.numel() != expected_bytes:
             raise ValueError(f"payload must be {expected_bytes} bytes, got {payload.numel()}")
 
-    def view(self, region: KvRegion) -> Tensor:
-        """Returns all blocks, of a region's layers and heads only: LKBSHD.
+    def check_region(self, region: KvRegion) -> None:
+        """Checks that a region lies in this rank's memory.
 
         Raises:
-            ValueError: the region reaches beyond this rank's memory.
+            ValueError: it reaches beyond.
         """
         self._check_blocks(region.block_ids)
-        layers = _within(region.layers, self.part.layers, "layers")
-        heads = _within(region.heads, self.part.kv_heads, "heads")
+        _within(region.layers, self.part.layers, "layers")
+        _within(region.heads, self.part.kv_heads, "heads")
         size = self.geometry.block_size
         room = len(region.block_ids) * size
         end = region.offset + region.num_tokens
@@ -138,6 +138,16 @@ class KvTensors:
                 f"{region.num_tokens} tokens from slot {region.offset} on do not lie in "
                 f"{len(region.block_ids)} blocks of {size}"
             )
+
+    def view(self, region: KvRegion) -> Tensor:
+        """Returns all blocks, of a region's layers and heads only: LKBSHD.
+
+        Raises:
+            ValueError: the region reaches beyond this rank's memory.
+        """
+        self.check_region(region)
+        layers = _within(region.layers, self.part.layers, "layers")
+        heads = _within(region.heads, self.part.kv_heads, "heads")
         return self._blocks_LKBSHD[layers.start : layers.stop, ..., heads.start : heads.stop, :]
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:

@@ -14,6 +14,8 @@ from typing import NewType
 
 from pdserve.cache.block_hash import BlockHash, HashChain
 from pdserve.cache.block_pool import BlockPool, NoFreeBlocks
+from pdserve.cache.cached_granules import CachedGranules
+from pdserve.cache.granule_hash import GRANULE_TOKENS
 from pdserve.request import BlockId
 
 EntryId = NewType("EntryId", int)
@@ -69,6 +71,12 @@ class PrefixCache:
         self._by_hash: dict[BlockHash, _Entry] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._num_entries_made = 0
+        self._granules: CachedGranules | None = None
+
+    def tell(self, granules: CachedGranules) -> None:
+        """Tells from now on what can be found and what no longer; nothing is cached yet."""
+        assert not self._by_hash
+        self._granules = granules
 
     def find(self, chain: HashChain, max_blocks: int) -> PrefixHit:
         """Finds the longest prefix of full blocks, at most `max_blocks` of them."""
@@ -116,8 +124,7 @@ class PrefixCache:
             return
         if count > self.pool.num_available:
             raise NoFreeBlocks(f"{count} blocks asked for, {self.pool.num_available} available")
-        for block in self.pool.evict(count - self.pool.num_free):
-            del self._by_hash[self._hash_of.pop(block)]
+        self._evict(count - self.pool.num_free)
         table.forget_snapshot()
         after = table.block_ids[-1] if table.block_ids else None
         table.block_ids.extend(self.pool.allocate(count, after))
@@ -134,8 +141,7 @@ class PrefixCache:
             NoFreeBlocks: a copy is needed, and no block is free or evictable.
         """
         if self.pool.is_shared(table.block_ids[index]) and self.pool.num_free == 0:
-            for block in self.pool.evict(1):
-                del self._by_hash[self._hash_of.pop(block)]
+            self._evict(1)
         table.forget_snapshot()
         return self.pool.make_writable(table.block_ids, index)
 
@@ -147,8 +153,11 @@ class PrefixCache:
         num_full_blocks = num_valid_tokens // chain.block_size
         if not self._is_enabled or len(table._entries) >= num_full_blocks:
             return
-        for index in range(len(table._entries), num_full_blocks):
+        first = len(table._entries)
+        for index in range(first, num_full_blocks):
             table._entries.append(self._enter(table, chain, index))
+        if self._granules is not None:
+            self._note_granules(self._granules, table, chain, first)
 
     def close(self, table: BlockTable) -> None:
         """Drops the table's references; entered blocks become cached, the others free."""
@@ -165,6 +174,41 @@ class PrefixCache:
             assert self._hash_of[entry.block] == digest
             assert self.pool.is_kept(entry.block)
 
+    def _evict(self, count: int) -> None:
+        evicted = self.pool.evict(count)
+        for block in evicted:
+            del self._by_hash[self._hash_of.pop(block)]
+        if self._granules is not None:
+            self._granules.evict(evicted)
+
+    def _note_granules(
+        self, granules: CachedGranules, table: BlockTable, chain: HashChain, first: int
+    ) -> None:
+        """Tells of the granules that end in the table's blocks from `first` on."""
+        size = chain.block_size
+        for index in range(
+            first * size // GRANULE_TOKENS, len(table._entries) * size // GRANULE_TOKENS
+        ):
+            key = chain.granule_key(index)
+            if granules.has(key):
+                continue
+            parent = chain.granule_key(index - 1) if index else None
+            if parent is not None and not granules.has(parent):
+                return
+            start = index * GRANULE_TOKENS // size
+            stop = -(-(index + 1) * GRANULE_TOKENS // size)
+            # The block before it, too: the parent may have come back as other entries.
+            held = [self._live_block(table, chain, each) for each in range(max(start - 1, 0), stop)]
+            blocks = [block for block in held if block is not None]
+            if len(blocks) < len(held):
+                return
+            granules.add(key, parent, tuple(blocks[start - max(start - 1, 0) :]))
+
+    def _live_block(self, table: BlockTable, chain: HashChain, index: int) -> BlockId | None:
+        """Returns the block of the entry that stands for a table's block; None: it was evicted."""
+        entry = self._by_hash.get(chain.block_hash(index))
+        return entry.block if entry and entry.entry_id == table._entries[index] else None
+
     def _enter(self, table: BlockTable, chain: HashChain, index: int) -> EntryId:
         digest = chain.block_hash(index)
         block = table.block_ids[index]
@@ -175,6 +219,8 @@ class PrefixCache:
             # Another chain with this hash, or one whose beginning was evicted.
             self.pool.forget(known.block)
             del self._hash_of[known.block]
+            if self._granules is not None:
+                self._granules.evict((known.block,))
         entry_id = EntryId(self._num_entries_made)
         self._num_entries_made += 1
         parent = table._entries[index - 1] if index else None

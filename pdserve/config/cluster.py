@@ -33,6 +33,10 @@ class ClusterConfig:
     max_local_prefill_tokens: int | None = None
     local_prefill_tokens: int = 0
     """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
+    profiles: tuple[str, ...] = ()
+    """As of RouterConfig."""
+    slo_classes: tuple[str, ...] = ()
+    """Likewise."""
     max_client_buffer_bytes: int = 256 * 1024
     """As of RouterConfig: buffered for a client that does not read."""
     ready_timeout_s: float = 120.0

@@ -31,6 +31,8 @@ _RENAMED = {
     "tensor_parallel": "tensor-parallel-size",
     "pipeline_parallel": "pipeline-parallel-size",
     "api_keys": "api-key",
+    "profiles": "profile",
+    "slo_classes": "slo-class",
     "num_prefill": "prefill",
     "num_decode": "decode",
 }

@@ -9,6 +9,7 @@ from pdserve.errors import ConfigError
 from pdserve.request import Role
 
 WireDtype = Literal["auto", "float32", "bfloat16", "fp8"]
+MAX_RING_SLOTS = 32
 TRANSPORTS = ("push", "nccl", "gloo")
 """All there are, the fastest first."""
 
@@ -23,7 +24,7 @@ class HandoffConfig:
     frame_layers: int | None = None
     """Layers in one frame, said by the decode worker; None: all that two ranks have in common."""
     ring_slots: int = 4
-    """Landing slots per link; bounds the frames in flight."""
+    """Landing slots per link, at most 32; bounds the frames in flight."""
     transports: tuple[str, ...] = TRANSPORTS
     """What links may use, the preferred first. `push` needs two GPUs of one host, or one GPU,
     `nccl` two GPUs, `gloo` nothing; of each pair of ranks the decode worker chooses."""
@@ -54,8 +55,8 @@ class HandoffConfig:
         """Checks the order of transports, and limits.
 
         Raises:
-            ConfigError: a transport is not known, named twice, or there is none; or a limit is
-                below 1.
+            ConfigError: a transport is not known, named twice, or there is none; or a number is
+                out of range.
         """
         wished = self.transports
         if not wished or len(set(wished)) < len(wished) or not set(wished) <= set(TRANSPORTS):
@@ -63,6 +64,8 @@ class HandoffConfig:
                 f"transports must be some of {', '.join(TRANSPORTS)}, each once, "
                 f"got {' '.join(wished)[:64]!r}"
             )
+        if self.ring_slots > MAX_RING_SLOTS:
+            raise ConfigError(f"ring_slots must be at most {MAX_RING_SLOTS}, got {self.ring_slots}")
         for name, value in (
             ("ring_slots", self.ring_slots),
             ("max_device_links", self.max_device_links),

@@ -22,13 +22,8 @@ from pdserve.cache.kv_tensors import KvTensors
 from pdserve.cuda.faults import DeviceFault
 from pdserve.cuda.nccl import NcclPair, make_unique_id
 from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
-from pdserve.kernels.kv_pack import (
-    CHECKSUM_WORDS,
-    FrameRows,
-    add_checksum,
-    gather_frame,
-    scatter_frame,
-)
+from pdserve.cuda.traffic_rows import FrameSums, SumRows, UploadRows
+from pdserve.kernels.kv_pack import FramePacker, add_checksum
 from pdserve.request import BlockId
 
 _PRIORITY = -1
@@ -58,19 +53,9 @@ class TrafficMark:
         except RuntimeError as error:
             raise DeviceFault(str(error).splitlines()[0]) from error
 
-
-class TrafficSum:
-    """A checksum on its way to the host."""
-
-    def __init__(self, cells: Tensor) -> None:
-        """Launches the copy of two sums, on the current stream."""
-        self._host = torch.empty(CHECKSUM_WORDS, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(cells, non_blocking=True)
-
-    def value(self) -> int:
-        """Returns 64 bits, once a mark behind it is reached."""
-        plain, weighted = (int(word) & 0xFFFFFFFF for word in self._host.tolist())
-        return weighted << 32 | plain
+    def wait(self) -> None:
+        """Waits until the work before it is done."""
+        self.event.synchronize()
 
 
 class TrafficEnd:
@@ -85,42 +70,69 @@ class TrafficEnd:
         self.pair.abort()
 
 
-class TrafficLane:
-    """A stream of one link's thread."""
+class Packers:
+    """The packers of a rank's blocks, made as frames ask for them. Any thread may ask."""
 
     def __init__(self, kv: KvTensors, num_programs: int) -> None:
-        """Makes the stream; `num_programs`: how many gather at a time."""
+        """Starts with none."""
         self._kv = kv
         self._num_programs = num_programs
-        self._stream = torch.cuda.Stream(kv.device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
+        self._made: dict[tuple[range, range, str], FramePacker] = {}
 
-    def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> TrafficSum | None:
-        """Packs a region into device memory, a peer's too."""
+    def find(self, region: KvRegion) -> FramePacker:
+        """Returns the one for a region's layers, heads and dtype.
+
+        Raises:
+            ValueError: the region reaches beyond this rank's memory.
+        """
+        self._kv.check_region(region)
+        key = (region.layers, region.heads, region.dtype)
+        packer = self._made.get(key)
+        if packer is None:
+            values, dtype = self._kv.view(region), FRAME_DTYPES[region.dtype]
+            packer = self._made[key] = FramePacker(values, dtype, self._num_programs)
+        return packer
+
+
+class TrafficLane:
+    """A stream of one link. One thread at a time."""
+
+    def __init__(self, device: torch.device, packers: Packers, num_sum_programs: int) -> None:
+        """Makes the stream, and rows for ids and sums."""
+        self._device = device
+        self._packers = packers
+        self._num_sum_programs = num_sum_programs
+        self._stream = torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            words = upload_words(self._kv, region)
-            cells = words[:CHECKSUM_WORDS]
-            gather_frame(
-                rows_of(self._kv, region, words),
-                frame,
-                FRAME_DTYPES[region.dtype],
-                cells if has_sum else None,
-                num_programs=self._num_programs,
-            )
-            return TrafficSum(cells) if has_sum else None
+            self._uploads, self._sums = UploadRows(device), SumRows(device)
+        self._last: TrafficMark | None = None
+        """Behind everything; None once something was launched after it."""
+
+    def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> FrameSums | None:
+        """Packs a region into device memory, a peer's too."""
+        packer, tokens = self._packers.find(region), tokens_of(region)
+        self._last = None
+        with torch.cuda.stream(self._stream):
+            ids = self._uploads.upload(region.block_ids)
+            packer.gather(ids, tokens, frame, self._sums.cells if has_sum else None)
+            checksum = self._sums.read() if has_sum else None
+        self._uploads.note_used(self.mark())
+        return checksum
 
     def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
         """Packs a region into pinned host memory."""
         with torch.cuda.stream(self._stream):
-            packed = torch.empty(frame.shape, dtype=torch.uint8, device=self._kv.device)
+            packed = torch.empty(frame.shape, dtype=torch.uint8, device=self._device)
             self.gather(region, packed, has_sum=False)
+            self._last = None
             frame.copy_(packed, non_blocking=True)
 
-    def add_up(self, frame: Tensor) -> TrafficSum:
+    def add_up(self, frame: Tensor) -> FrameSums:
         """Computes a frame's checksum."""
+        self._last = None
         with torch.cuda.stream(self._stream):
-            cells = torch.zeros(CHECKSUM_WORDS, dtype=torch.int64, device=self._kv.device)
-            add_checksum(frame, cells, num_programs=_SUM_PROGRAMS_PER_SM * self._num_programs)
-            return TrafficSum(cells)
+            add_checksum(frame, self._sums.cells, num_programs=self._num_sum_programs)
+            return self._sums.read()
 
     def send(self, end: object, frame: Tensor) -> None:
         """Sends bytes to the other end.
@@ -129,6 +141,7 @@ class TrafficLane:
             DeviceFault: it could not be launched in time.
         """
         assert isinstance(end, TrafficEnd)
+        self._last = None
         end.pair.send(frame, self._stream)
 
     def receive(self, end: object, slot: Tensor) -> None:
@@ -138,11 +151,14 @@ class TrafficLane:
             DeviceFault: it could not be launched in time.
         """
         assert isinstance(end, TrafficEnd)
+        self._last = None
         end.pair.receive(slot, self._stream)
 
     def mark(self) -> TrafficMark:
         """Marks the present end of the stream."""
-        return TrafficMark(self._stream)
+        if self._last is None:
+            self._last = TrafficMark(self._stream)
+        return self._last
 
     def wait_for(self, mark: object) -> None:
         """Lets later work wait for another stream's mark."""
@@ -152,6 +168,7 @@ class TrafficLane:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Lets torch's operations within join the stream."""
+        self._last = None
         with torch.cuda.stream(self._stream):
             yield
 
@@ -165,10 +182,13 @@ class KvTraffic:
         self._nccl_max_ctas = nccl_max_ctas
         properties = torch.cuda.get_device_properties(kv.device)
         # One each: beside matrix products no slower than few, and alone the fastest (H200).
-        self._num_programs: int = properties.multi_processor_count
+        num_programs: int = properties.multi_processor_count
+        self._num_sum_programs = _SUM_PROGRAMS_PER_SM * num_programs
+        self._packers = Packers(kv, num_programs)
         self._uuid = str(properties.uuid)
         self._host_id = read_host_id()
         self._landing = torch.cuda.Stream(kv.device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
+        self._uploads = UploadRows(kv.device)
         self._warm_up()
 
     @property
@@ -247,7 +267,7 @@ class KvTraffic:
 
     def make_lane(self) -> TrafficLane:
         """Returns a new stream."""
-        return TrafficLane(self._kv, self._num_programs)
+        return TrafficLane(self._kv.device, self._packers, self._num_sum_programs)
 
     def scatter(self, region: KvRegion, payload: Tensor) -> TrafficMark:
         """Writes a frame to the rank's blocks; later steps of the engine wait for it.
@@ -258,15 +278,12 @@ class KvTraffic:
             ValueError: the frame does not fit the region.
         """
         self._kv.check_target(region, payload)
+        packer, tokens = self._packers.find(region), tokens_of(region)
         with torch.cuda.stream(self._landing):
             frame = payload.to(self._kv.device, non_blocking=True)
-            scatter_frame(
-                rows_of(self._kv, region, upload_words(self._kv, region)),
-                frame,
-                FRAME_DTYPES[region.dtype],
-                num_programs=self._num_programs,
-            )
+            packer.scatter(self._uploads.upload(region.block_ids), tokens, frame)
         mark = TrafficMark(self._landing)
+        self._uploads.note_used(mark)
         self.let_steps_wait_for(mark)
         return mark
 
@@ -297,28 +314,9 @@ class KvTraffic:
         torch.cuda.synchronize(kv.device)
 
 
-def upload_words(kv: KvTensors, region: KvRegion) -> Tensor:
-    """Brings a zeroed checksum and a region's block ids to the device, in one copy.
-
-    On the current stream; int64 [2 + num_blocks].
-    """
-    words = [*(0,) * CHECKSUM_WORDS, *region.block_ids]
-    host = torch.tensor(words, dtype=torch.int64, pin_memory=kv.device.type != "cpu")
-    return host.to(kv.device, non_blocking=True)
-
-
-def rows_of(kv: KvTensors, region: KvRegion, words: Tensor) -> FrameRows:
-    """Returns what a kernel needs of a region.
-
-    Raises:
-        ValueError: the region reaches beyond this rank's memory.
-    """
-    return FrameRows(
-        values=kv.view(region),
-        block_ids=words[CHECKSUM_WORDS:],
-        offset=region.offset,
-        num_tokens=region.num_tokens,
-    )
+def tokens_of(region: KvRegion) -> range:
+    """Returns a region's slots, counted from its first block's first."""
+    return range(region.offset, region.offset + region.num_tokens)
 
 
 def read_host_id() -> bytes:

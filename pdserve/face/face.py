@@ -17,8 +17,10 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 
 from pdserve.config.load import name_flag
+from pdserve.config.shape import ITEM_BYTES
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.face.cache_streams import CacheStreams
 from pdserve.face.collector import WorkerCollector
 from pdserve.face.membership import Membership
 from pdserve.face.peers import PeerCalls
@@ -30,6 +32,7 @@ from pdserve.face.stage_claims import ClaimedStage, StageClaimer
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.metrics import serve_metrics
+from pdserve.predictor.worker_class import name_worker_class
 from pdserve.registry.base import Registry, WorkerRecord
 from pdserve.request import FrontId, Incarnation, WorkerId
 from pdserve.rpc.server import RpcServer, join_address, make_server
@@ -63,6 +66,7 @@ class Face:
         self._collector = WorkerCollector(config.engine.model, config.worker_id, role)
         self._log = TokenLog(self._clock)
         self._streams = FrontStreams(self._log, self._incarnation, self._clock, self._load)
+        self._cache = CacheStreams(self._incarnation)
         self._peers = PeerCalls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
@@ -92,6 +96,7 @@ class Face:
             on_peer_call=self._on_peer_call,
             on_phase=self._on_phase,
             on_leaving=self._on_leaving,
+            on_cache_changes=self._cache.publish,
         )
         server = make_server(*service_names)
         port = server.bind(config.host, config.port)
@@ -107,7 +112,12 @@ class Face:
                 return EXIT_OK
             rank = ranks.leader
             worker = WorkerService(
-                rank, self._streams, self._log, self._info, config.handoff.call_timeout_s
+                rank,
+                self._streams,
+                self._cache,
+                self._log,
+                self._info,
+                config.handoff.call_timeout_s,
             )
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
             add_services(server, rank, config)
@@ -193,6 +203,16 @@ class Face:
             block_size=geometry.block_size,
             face_pid=os.getpid(),
             rank_pids=self._ranks.pids,
+            worker_class=name_worker_class(
+                device=ready.device,
+                model=self._config.engine.model,
+                dtype=geometry.dtype,
+                tensor_parallel=geometry.tensor_parallel,
+                pipeline_parallel=geometry.pipeline_parallel,
+            ),
+            max_num_seqs=self._config.engine.max_num_seqs,
+            max_num_batched_tokens=self._config.engine.max_num_batched_tokens,
+            kv_bytes_per_token=_kv_bytes_per_token(geometry),
         )
 
     async def _run_ranks(self, ranks: RankGroup) -> None:
@@ -311,6 +331,11 @@ class Face:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
+
+
+def _kv_bytes_per_token(geometry: rank_pb2.KvGeometry) -> int:
+    values = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
+    return values * ITEM_BYTES[geometry.dtype]
 
 
 def _as_draining(record: WorkerRecord) -> WorkerRecord:

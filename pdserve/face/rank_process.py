@@ -24,6 +24,10 @@ def _ignore_key(rank: int, key: rank_pb2.StoreKey) -> None:
     """Ranks of one machine meet in a folder."""
 
 
+def _ignore_cache(changes: rank_pb2.CacheChanges) -> None:
+    """Nobody asks what is cached."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RankHandlers:
     """What the face does with messages that are no replies. Called on the event loop."""
@@ -36,6 +40,7 @@ class RankHandlers:
     """A stage on another node has been told to end."""
     on_key: Callable[[int, rank_pb2.StoreKey], None] = _ignore_key
     """Takes the rank, too."""
+    on_cache_changes: Callable[[rank_pb2.CacheChanges], None] = _ignore_cache
 
 
 @dataclass(slots=True)
@@ -76,8 +81,16 @@ class RankProcess:
                 self.handlers.on_updates(message.updates)
             case "heartbeat":
                 self.handlers.on_heartbeat(message.heartbeat)
+            case "cache_changes":
+                self.handlers.on_cache_changes(message.cache_changes)
             case "peer_call":
                 self.handlers.on_peer_call(message.call_id, message.peer_call)
+            case _:
+                self._dispatch_start(message)
+
+    def _dispatch_start(self, message: rank_pb2.FromRank) -> None:
+        """Takes what a rank says while it starts."""
+        match message.WhichOneof("message"):
             case "phase":
                 self.handlers.on_phase(message.phase)
             case "key":

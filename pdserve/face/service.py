@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from pdserve.errors import PdserveError, StaleAttempt, WorkerLost
+from pdserve.face.cache_streams import CacheStreams
 from pdserve.face.rank_process import RankProcess
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
@@ -24,6 +25,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self,
         rank: RankProcess,
         streams: FrontStreams,
+        cache: CacheStreams,
         log: TokenLog,
         info: inference_pb2.WorkerInfo,
         call_timeout_s: float,
@@ -31,6 +33,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """`info` is kept up to date by the face."""
         self._rank = rank
         self._streams = streams
+        self._cache = cache
         self._log = log
         self._info = info
         self._call_timeout_s = call_timeout_s
@@ -93,6 +96,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.StreamBatch]:
         """Streams what the front does not have yet."""
         async for batch in self._streams.serve(request):
+            yield batch
+
+    async def WatchCache(
+        self,
+        request: worker_pb2.WatchCacheRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.WatchCacheRequest, worker_pb2.CacheBatch],
+    ) -> AsyncIterator[worker_pb2.CacheBatch]:
+        """Streams what the prefix cache holds."""
+        async for batch in self._cache.serve(request):
             yield batch
 
     async def GetStatus(

@@ -51,8 +51,10 @@ class FrontStreams:
             previous.set()
         self._gone_since_s.pop(front_id, None)
         self._log.resume(front_id, list(request.resumes))
+        batch = self._batch(front_id, None)
+        last_report = batch.load.report
         try:
-            yield self._batch(front_id)
+            yield batch
             while self._wakers.get(front_id) is waker:
                 if not self._log.has_news(front_id):
                     try:
@@ -62,18 +64,22 @@ class FrontStreams:
                         pass  # time to send load figures
                 waker.clear()
                 if self._wakers.get(front_id) is waker:
-                    yield self._batch(front_id)
+                    batch = self._batch(front_id, last_report)
+                    last_report = batch.load.report or last_report
+                    yield batch
         finally:
             if self._wakers.get(front_id) is waker:
                 del self._wakers[front_id]
                 self._gone_since_s[front_id] = self._clock.now()
 
-    def _batch(self, front_id: FrontId) -> worker_pb2.StreamBatch:
+    def _batch(self, front_id: FrontId, last_report: int | None) -> worker_pb2.StreamBatch:
+        """Makes a message; a report that this stream has had is not repeated with every token."""
         load, is_draining = self._load()
+        is_old = load.report != 0 and load.report == last_report
         return worker_pb2.StreamBatch(
             incarnation=self._incarnation,
             updates=self._log.take(front_id),
-            load=load,
+            load=None if is_old else load,
             is_draining=is_draining,
         )
 

@@ -6,8 +6,6 @@ A frame holds its values in the order LKTHD, then, of dtype fp8, one scale for e
 kernels run on as few programs as they are told, in loops: beside them, matrix products go on.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,19 +19,6 @@ _NUM_WARPS = 8
 _SIZES = ["offset", "num_tokens", "num_rows", "num_words"]
 """They differ from frame to frame: compiled for none of them, no frame waits for a compiler."""
 _TILE_VALUES = 2048
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrameRows:
-    """The tokens of some layers and heads that a frame holds."""
-
-    values: Tensor
-    """LKBSHD: a view of the blocks, of the frame's layers and heads only."""
-    block_ids: Tensor
-    """int32 or int64, on the device: the blocks that hold the tokens, in order."""
-    offset: int
-    """Slot of the first token in the first block."""
-    num_tokens: int
 
 
 @triton.jit
@@ -165,48 +150,130 @@ def checksum_kernel(frame_ptr, checksum_ptr, num_words, BLOCK_W: tl.constexpr):
     _add(checksum_ptr + 1, weighted.to(tl.int64))
 
 
-def gather_frame(
-    rows: FrameRows,
-    frame: Tensor,
-    dtype: torch.dtype,
-    checksum: Tensor | None = None,
-    *,
-    num_programs: int,
-) -> None:
-    """Writes a frame.
+class FramePacker:
+    """Packs and scatters frames of the same layers, heads and dtype.
 
-    Args:
-        rows: what it holds.
-        frame: uint8, of its size, aligned to 16 bytes.
-        dtype: of its values.
-        checksum: int64 [2], zero, gets the frame's checksum; None skips it.
-        num_programs: how many run at a time, at most.
+    What does not change from frame to frame is worked out once: a frame's launch is on the path of
+    its hand-off.
     """
-    if dtype == rows.values.dtype and _has_whole_rows(rows):
-        _copy(rows, frame, checksum, num_programs, is_gather=True)
-        return
-    _convert(rows, frame, dtype, num_programs, is_gather=True)
-    if checksum is not None:
-        add_checksum(frame, checksum, num_programs=num_programs)
 
+    def __init__(self, values: Tensor, dtype: torch.dtype, num_programs: int) -> None:
+        """Keeps the memory.
 
-def scatter_frame(rows: FrameRows, frame: Tensor, dtype: torch.dtype, *, num_programs: int) -> None:
-    """Writes a frame's values to their blocks.
+        Args:
+            values: LKBSHD, a view of the blocks, of the frames' layers and heads only.
+            dtype: of the values in frames.
+            num_programs: how many run at a time, at most.
+        """
+        self._values = values
+        self._dtype = dtype
+        self._num_programs = num_programs
+        self._block_size = values.shape[3]
+        self._is_copy = dtype == values.dtype and _has_whole_rows(values)
+        self._planes = values.shape[0] * 2
+        if self._is_copy:
+            self._per_word = 4 // values.element_size()
+            self._words = _as_words(values)
+            self._row_words = values.shape[4] * values.shape[5] // self._per_word
+            self._block_w = triton.next_power_of_2(self._row_words)
+            self._block_r = max(1, _TILE_WORDS // self._block_w)
+        else:
+            self._block_d = triton.next_power_of_2(values.shape[5])
+            self._block_r = max(1, _TILE_VALUES // self._block_d)
 
-    Args:
-        rows: where they go; no two of its blocks are the same.
-        frame: uint8, of its size, aligned to 16 bytes.
-        dtype: of its values.
-        num_programs: how many run at a time, at most.
-    """
-    if dtype == rows.values.dtype and _has_whole_rows(rows):
-        _copy(rows, frame, None, num_programs, is_gather=False)
-    else:
-        _convert(rows, frame, dtype, num_programs, is_gather=False)
+    def gather(
+        self, block_ids: Tensor, tokens: range, frame: Tensor, checksum: Tensor | None = None
+    ) -> None:
+        """Writes a frame.
+
+        Args:
+            block_ids: int64, on the device: the blocks that hold the tokens, in order.
+            tokens: slots of the tokens, counted from the first block's first.
+            frame: uint8, of its size, aligned to 16 bytes.
+            checksum: int64 [2], to which the frame's sums are added; None skips it.
+        """
+        if self._is_copy:
+            self._copy(block_ids, tokens, frame, checksum, is_gather=True)
+            return
+        self._convert(block_ids, tokens, frame, is_gather=True)
+        if checksum is not None:
+            add_checksum(frame, checksum, num_programs=self._num_programs)
+
+    def scatter(self, block_ids: Tensor, tokens: range, frame: Tensor) -> None:
+        """Writes a frame's values to their blocks, of which no two are the same; see `gather`."""
+        if self._is_copy:
+            self._copy(block_ids, tokens, frame, None, is_gather=False)
+        else:
+            self._convert(block_ids, tokens, frame, is_gather=False)
+
+    def _copy(
+        self,
+        block_ids: Tensor,
+        tokens: range,
+        frame: Tensor,
+        checksum: Tensor | None,
+        *,
+        is_gather: bool,
+    ) -> None:
+        strides, per_word = self._values.stride(), self._per_word
+        num_rows = self._planes * len(tokens)
+        words = frame.view(torch.int32)
+        assert words.numel() == num_rows * self._row_words
+        grid = (min(self._num_programs, triton.cdiv(num_rows, self._block_r)),)
+        copy_rows_kernel[grid](
+            self._words,
+            words,
+            block_ids,
+            words if checksum is None else checksum,
+            tokens.start,
+            len(tokens),
+            num_rows,
+            self._row_words,
+            strides[0] // per_word,
+            strides[1] // per_word,
+            strides[3] // per_word,
+            IS_GATHER=is_gather,
+            HAS_CHECKSUM=checksum is not None,
+            BLOCK_SIZE=self._block_size,
+            BLOCK_R=self._block_r,
+            BLOCK_W=self._block_w,
+            num_warps=_NUM_WARPS,
+        )
+
+    def _convert(self, block_ids: Tensor, tokens: range, frame: Tensor, *, is_gather: bool) -> None:
+        values, strides = self._values, self._values.stride()
+        num_heads, head_dim = values.shape[4:]
+        num_rows = self._planes * len(tokens) * num_heads
+        has_scales = self._dtype.itemsize == 1
+        packed = frame[: num_rows * head_dim * self._dtype.itemsize].view(self._dtype)
+        scales = frame[-num_rows * 4 :].view(torch.float32) if has_scales else packed
+        grid = (min(self._num_programs, triton.cdiv(num_rows, self._block_r)),)
+        convert_rows_kernel[grid](
+            values,
+            packed,
+            scales,
+            block_ids,
+            tokens.start,
+            len(tokens),
+            num_rows,
+            num_heads,
+            head_dim,
+            strides[0],
+            strides[1],
+            strides[3],
+            strides[4],
+            MAX_FP8,
+            IS_GATHER=is_gather,
+            HAS_SCALES=has_scales,
+            BLOCK_SIZE=self._block_size,
+            BLOCK_R=self._block_r,
+            BLOCK_D=self._block_d,
+            num_warps=4,
+        )
 
 
 def add_checksum(frame: Tensor, checksum: Tensor, *, num_programs: int) -> None:
-    """Adds a frame's checksum to `checksum`, int64 [2]; the order of programs does not matter."""
+    """Adds a frame's sums to `checksum`, int64 [2]; the order of programs does not matter."""
     words = frame.view(torch.int32)
     num_tiles = triton.cdiv(words.numel(), _TILE_WORDS)
     checksum_kernel[(min(num_programs, num_tiles),)](
@@ -214,86 +281,15 @@ def add_checksum(frame: Tensor, checksum: Tensor, *, num_programs: int) -> None:
     )
 
 
-def _has_whole_rows(rows: FrameRows) -> bool:
+def _has_whole_rows(values: Tensor) -> bool:
     """Says whether a token's heads lie side by side, in whole words."""
-    values = rows.values
     size = values.element_size()
     row_values = values.shape[4] * values.shape[5]
     counts = (row_values, values.stride(3), values.storage_offset())
     return values.stride(4) == values.shape[5] and all(count * size % 4 == 0 for count in counts)
 
 
-def _copy(
-    rows: FrameRows, frame: Tensor, checksum: Tensor | None, num_programs: int, *, is_gather: bool
-) -> None:
-    values = rows.values
-    per_word = 4 // values.element_size()
-    row_words = values.shape[4] * values.shape[5] // per_word
-    num_rows = values.shape[0] * 2 * rows.num_tokens
-    block_w = triton.next_power_of_2(row_words)
-    block_r = max(1, _TILE_WORDS // block_w)
-    grid = (min(num_programs, triton.cdiv(num_rows, block_r)),)
-    words = frame.view(torch.int32)
-    assert words.numel() == num_rows * row_words
-    copy_rows_kernel[grid](
-        _as_words(values),
-        words,
-        rows.block_ids,
-        words if checksum is None else checksum,
-        rows.offset,
-        rows.num_tokens,
-        num_rows,
-        row_words,
-        values.stride(0) // per_word,
-        values.stride(1) // per_word,
-        values.stride(3) // per_word,
-        IS_GATHER=is_gather,
-        HAS_CHECKSUM=checksum is not None,
-        BLOCK_SIZE=values.shape[3],
-        BLOCK_R=block_r,
-        BLOCK_W=block_w,
-        num_warps=_NUM_WARPS,
-    )
-
-
 def _as_words(values: Tensor) -> Tensor:
     """Returns memory from a view's first value on as int32; strides are up to the reader."""
     flat = values.as_strided((2 if values.element_size() == 2 else 1,), (1,))
     return flat.view(torch.int32)
-
-
-def _convert(
-    rows: FrameRows, frame: Tensor, dtype: torch.dtype, num_programs: int, *, is_gather: bool
-) -> None:
-    values = rows.values
-    num_layers, _, _, block_size, num_heads, head_dim = values.shape
-    num_rows = num_layers * 2 * rows.num_tokens * num_heads
-    has_scales = dtype.itemsize == 1
-    num_value_bytes = num_rows * head_dim * dtype.itemsize
-    packed = frame[:num_value_bytes].view(dtype)
-    scales = frame[-num_rows * 4 :].view(torch.float32) if has_scales else packed
-    block_d = triton.next_power_of_2(head_dim)
-    block_r = max(1, _TILE_VALUES // block_d)
-    grid = (min(num_programs, triton.cdiv(num_rows, block_r)),)
-    convert_rows_kernel[grid](
-        values,
-        packed,
-        scales,
-        rows.block_ids,
-        rows.offset,
-        rows.num_tokens,
-        num_rows,
-        num_heads,
-        head_dim,
-        values.stride(0),
-        values.stride(1),
-        values.stride(3),
-        values.stride(4),
-        MAX_FP8,
-        IS_GATHER=is_gather,
-        HAS_SCALES=has_scales,
-        BLOCK_SIZE=block_size,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )

@@ -1,10 +1,17 @@
 """What the engine thread sends to its face: replies at once, token updates once per turn."""
 
+from array import array
+from collections.abc import Sequence
+
+from pdserve.cache.cached_granules import GranuleChange
 from pdserve.errors import PdserveError
 from pdserve.request import FrontId
 from pdserve.rpc.channel import BlockingChannel
 from pdserve.rpc.codec import error_to_wire
 from pdserve.rpc.v1 import rank_pb2, worker_pb2
+
+MAX_CHANGES = 4096
+"""In one message."""
 
 
 class Outbox:
@@ -44,3 +51,13 @@ class Outbox:
             updates = rank_pb2.RankUpdates(updates=self._updates)
             self.send(rank_pb2.FromRank(updates=updates))
             self._updates = []
+
+    def tell_cached(self, changes: Sequence[GranuleChange]) -> None:
+        """Sends this turn's changes of the prefix cache, if any."""
+        for start in range(0, len(changes), MAX_CHANGES):
+            part = changes[start : start + MAX_CHANGES]
+            message = rank_pb2.CacheChanges(
+                keys=array("Q", [change.key for change in part]).tobytes(),
+                is_removed=bytes(change.is_removed for change in part),
+            )
+            self.send(rank_pb2.FromRank(cache_changes=message))

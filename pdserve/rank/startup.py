@@ -8,11 +8,12 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from pdserve.cache.cached_granules import CachedGranules
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.config.model import KvGeometry, ModelConfig
@@ -63,6 +64,8 @@ class RankContext:
     """A step that uses the whole token budget, as measured at start."""
     spans: SpanLog | None = None
     """Takes the stages of requests, where they are wanted."""
+    granules: CachedGranules = field(default_factory=CachedGranules)
+    """Is told what the prefix cache holds."""
 
 
 def run_rank(
@@ -171,6 +174,7 @@ def _lead(context: RankContext, engine: Engine) -> None:
             context.clock,
             context.config.heartbeat_s / 2,
             full_step_s=context.full_step_s,
+            granules=context.granules,
         )
         loop.run()
 
@@ -221,6 +225,10 @@ def _load(
     )
 
 
+def _device_name(config: WorkerConfig) -> str:
+    return "cpu" if config.engine.device == "cpu" else torch.cuda.get_device_name()
+
+
 def _announce(context: RankContext) -> None:
     geometry = context.geometry
     ready = rank_pb2.RankReady(
@@ -240,5 +248,6 @@ def _announce(context: RankContext) -> None:
         model_revision=geometry.model_revision,
         architecture=context.model.architecture,
         vocab_size=context.model.vocab_size,
+        device=_device_name(context.config),
     )
     context.outbox.send(rank_pb2.FromRank(ready=ready))

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from pdserve.cache.cached_granules import CachedGranules
 from pdserve.engine.batch import PendingStep
 from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.outbox import Outbox
@@ -70,6 +71,7 @@ class StepLoop:
         heartbeat_s: float,
         *,
         full_step_s: float,
+        granules: CachedGranules | None = None,
     ) -> None:
         """Turns nothing yet.
 
@@ -80,6 +82,7 @@ class StepLoop:
             clock: time of steps and heartbeats.
             heartbeat_s: longest time between two heartbeats, but for one step.
             full_step_s: a step of the whole token budget, as measured at start.
+            granules: what the engine's prefix cache holds; None: nobody wants to know.
         """
         self._engine = engine
         self._inbox = inbox
@@ -91,6 +94,7 @@ class StepLoop:
         self._busy_since_s: float | None = None
         """Since when the oldest step in flight has had the device; None: nothing is in flight."""
         self._full_step_s = full_step_s
+        self._granules = granules
         self._step_s = 0.0
         self._steps = 0
         self._total_step_s = 0.0
@@ -122,6 +126,8 @@ class StepLoop:
             self._engine.tick()
             has_ended = self._timed_step()
             self._outbox.flush()
+            if self._granules is not None:
+                self._outbox.tell_cached(self._granules.take_changes())
             awaited = self._engine.awaited
             if has_ended or awaited is None:
                 # A device that never ends its step is frozen, however often this loop turns.

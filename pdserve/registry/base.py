@@ -30,6 +30,14 @@ class WorkerRecord:
     block_size: int
     face_pid: int
     rank_pids: tuple[int, ...]
+    worker_class: str = "unknown"
+    """Device, model, data type and shape: workers of one class are alike to the predictor."""
+    max_num_seqs: int = 256
+    """Sequences in one step."""
+    max_num_batched_tokens: int = 8192
+    """Tokens in one step."""
+    kv_bytes_per_token: int = 0
+    """Over all layers and ranks; 0: not said, what a hand-off takes is left out then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,6 +164,10 @@ def encode_record(record: WorkerRecord) -> bytes:
         "block_size": record.block_size,
         "face_pid": record.face_pid,
         "rank_pids": list(record.rank_pids),
+        "worker_class": record.worker_class,
+        "max_num_seqs": record.max_num_seqs,
+        "max_num_batched_tokens": record.max_num_batched_tokens,
+        "kv_bytes_per_token": record.kv_bytes_per_token,
     }
     return json.dumps(fields).encode()
 
@@ -192,6 +196,10 @@ def decode_record(value: bytes | str) -> WorkerRecord:
         block_size=int(fields["block_size"]),
         face_pid=int(fields["face_pid"]),
         rank_pids=tuple(int(pid) for pid in fields["rank_pids"]),
+        worker_class=str(fields.get("worker_class", "unknown")),
+        max_num_seqs=int(fields.get("max_num_seqs", 256)),
+        max_num_batched_tokens=int(fields.get("max_num_batched_tokens", 8192)),
+        kv_bytes_per_token=int(fields.get("kv_bytes_per_token", 0)),
     )
 
 

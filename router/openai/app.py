@@ -16,8 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import InternalError, ModelNotFound, PdserveError
 from pdserve.exposition import CONTENT_TYPE, TextExposition
+from pdserve.request import RequestId
 from pdserve.trace import parse_traceparent
 from pdserve.version import VERSION
+from router.explain_wire import explanation_to_json
 from router.intake import Intake, Origin
 from router.openai.answer import Answer, StreamedAnswer, answer_whole
 from router.openai.body import read_json
@@ -70,6 +72,7 @@ class HttpFront:
         get = (
             ("/v1/models", self._list_models),
             ("/v1/models/{name:path}", self._get_model),
+            ("/v1/requests/{request_id}/explain", self._get_explanation),
             ("/health", self._get_health),
             ("/ping", self._get_health),
             ("/version", self._get_version),
@@ -96,6 +99,9 @@ class HttpFront:
 
     async def _generate(self, request: Request, parse: Parser) -> ASGIApp:
         call = parse(await self._read(request), self._texts, self._unknown)
+        slo_class = request.headers.get("x-slo-class", "")
+        for wire in call.wires:
+            wire.slo_class = slo_class
         answer = Answer(call, self._maker.limits.served_name)
         origin = Origin(
             trace_id=parse_traceparent(request.headers.getlist("traceparent")),
@@ -128,6 +134,13 @@ class HttpFront:
         if name != served:
             raise ModelNotFound(f"model {name[:128]!r} is not served, {served!r} is")
         return json_response(self._model())
+
+    async def _get_explanation(self, request: Request) -> ASGIApp:
+        request_id = RequestId(request.path_params["request_id"])
+        tenant = tenant_of(request.scope)
+        found = self._parts.intake.dispatcher.explain(request_id, tenant.name)
+        shown = explanation_to_json(found)
+        return json_response(shown)
 
     def _model(self) -> dict[str, object]:
         limits = self._maker.limits

@@ -27,7 +27,7 @@ GEOMETRY = KvGeometry(
 )
 NUM_BLOCKS = 32
 CONFIG = HandoffConfig(
-    transports=("push",), ring_slots=2, frame_timeout_s=1.0, connect_timeout_s=3.0
+    transports=("push",), ring_slots=2, frame_timeout_s=3.0, connect_timeout_s=3.0
 )
 SEED = 1
 

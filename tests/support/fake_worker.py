@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from pdserve.cache.cache_events import CacheEventLog
 from pdserve.errors import NoWorker, Overloaded, PdserveError, StaleAttempt
+from pdserve.face.cache_streams import CacheStreams
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.registry.base import Registry, WorkerRecord
 from pdserve.request import FrontId, Incarnation, RequestId, Role, WorkerId
 from pdserve.rpc.server import RpcServer, make_server
 from pdserve.rpc.status import abort_with
-from pdserve.rpc.v1 import inference_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.rpc.v1 import inference_pb2, rank_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from pdserve.timeline import MonotonicClock
 from router.policy import WorkerKey
 
@@ -191,6 +193,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._clock = MonotonicClock()
         self._log = TokenLog(self._clock)
         self._streams = FrontStreams(self._log, self.incarnation, self._clock, self._load)
+        self.cache_log = CacheEventLog()
+        self.cache = CacheStreams(self.incarnation, self.cache_log, pause_s=0.0)
+        self.tells_cache = False
+        """False: as a worker that knows no cache events."""
+        self.cache_requests: list[worker_pb2.WatchCacheRequest] = []
+        self._cache_breaks = asyncio.Event()
         self._server: RpcServer | None = None
         self._stream_breaks: list[asyncio.Event] = []
         self._thawed = asyncio.Event()
@@ -335,6 +343,38 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             yield batch
             if self.script.repeat_updates and batch.updates:
                 yield batch
+
+    def change_cache(self, *keys: int, is_removed: bool = False) -> None:
+        """Says that granules came or went."""
+        self.cache.publish(
+            rank_pb2.CacheChanges(
+                keys=array("Q", keys).tobytes(), is_removed=bytes([is_removed]) * len(keys)
+            )
+        )
+
+    def break_cache_streams(self) -> None:
+        """Cuts all streams of cache events."""
+        self._cache_breaks.set()
+        self._cache_breaks = asyncio.Event()
+
+    async def WatchCache(
+        self, request: worker_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.CacheBatch]:
+        self.cache_requests.append(request)
+        if not self.tells_cache:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call")
+        broken = asyncio.ensure_future(self._cache_breaks.wait())
+        batches = self.cache.serve(request)
+        try:
+            while True:
+                batch = asyncio.ensure_future(anext(batches))
+                await asyncio.wait((batch, broken), return_when=asyncio.FIRST_COMPLETED)
+                if broken.done():
+                    batch.cancel()
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+                yield await batch
+        finally:
+            broken.cancel()
 
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext

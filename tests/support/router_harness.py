@@ -66,9 +66,9 @@ class Cluster:
         await eventually(lambda: self.front.dispatcher.num_in_flight == 0)
         await eventually(lambda: not self.network.held(), lambda: str(self.network.held()))
         book = self.front.pool.book
-        assert [book.blocks_of(key) for key in self.network.workers] == [0] * len(
-            self.network.workers
-        )
+        fleet = book.fleet
+        charged = (book.num_charged, fleet.queue.any(), fleet.blocks.any(), fleet.num_seqs.any())
+        assert charged == (0, False, False, False)
         admission = self.front.dispatcher.admission
         assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
 

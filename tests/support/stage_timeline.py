@@ -1,12 +1,13 @@
 """A pipeline of real processes over Gloo, and when each stage computed each step.
 
-`python -m tests.support.stage_timeline MODEL STAGES RANK FOLDER` is one of its stages.
+`python -m tests.support.stage_timeline MODEL STAGES RANK FOLDER IN_FLIGHT` is one of its stages.
 """
 
 import json
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import StepPlan
-from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.model_runner import ComputedStep, ModelRunner
 from pdserve.layers.parallel import Arriving, StageLink
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.models.registry import load_model
@@ -27,12 +28,16 @@ from tests.support.generation import make_request, make_slice
 
 NUM_STEPS = 12
 CHUNK_TOKENS = 64
+BLOCKS_PER_STEP = CHUNK_TOKENS // 16
 TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """When a stage computed a step, once it had the activations for it."""
+    """When a stage computed a step: from having its activations until it hands the outcome on.
+
+    What comes behind that, the sending, may graze the next step of a stage that only takes turns.
+    """
 
     stage: int
     step: int
@@ -44,11 +49,12 @@ class Span:
 
 
 class TimedLink:
-    """A `StageLink` that notes when activations came."""
+    """A `StageLink` that notes when activations came and when the outcome was there."""
 
     def __init__(self, link: StageLink) -> None:
         self._link = link
         self.received_s: float | None = None
+        self.computed_s = 0.0
 
     def receive(self, num_rows: int, num_columns: int) -> Tensor:
         x = self._link.receive(num_rows, num_columns)
@@ -56,31 +62,37 @@ class TimedLink:
         return x
 
     def send(self, x_MN: Tensor) -> None:  # noqa: N803
+        self.computed_s = time.monotonic()
         self._link.send(x_MN)
 
     def expect_logits(self, num_rows: int, num_columns: int) -> Arriving:
         return self._link.expect_logits(num_rows, num_columns)
 
     def send_logits(self, logits: Tensor) -> None:
+        self.computed_s = time.monotonic()
         self._link.send_logits(logits)
 
 
 def make_plans() -> list[StepPlan]:
-    """Chunks of one prompt; the last one samples."""
-    tokens = tuple(7 * index % 380 for index in range(CHUNK_TOKENS * NUM_STEPS))
-    request = make_request(tokens)
-    ends = range(CHUNK_TOKENS, len(tokens) + 1, CHUNK_TOKENS)
-    blocks = range(len(tokens) // 16)
-    return [
-        StepPlan(slices=(make_slice(request, tokens, end - CHUNK_TOKENS, end, blocks),))
-        for end in ends
-    ]
+    """Prompts of a step each, all of which sample: rank 0 needs the logits of every step."""
+    plans = []
+    for step in range(NUM_STEPS):
+        tokens = tuple((7 * index + step) % 380 for index in range(CHUNK_TOKENS))
+        request = make_request(tokens, request_id=f"r{step}")
+        blocks = range(step * BLOCKS_PER_STEP, (step + 1) * BLOCKS_PER_STEP)
+        part = make_slice(request, tokens, 0, CHUNK_TOKENS, blocks)
+        plans.append(StepPlan(slices=(part,)))
+    return plans
 
 
-def play(model: Path, num_stages: int, folder: Path) -> list[Span]:
-    """Computes a prompt in as many processes as there are stages."""
+def play(model: Path, num_stages: int, folder: Path, max_in_flight: int) -> list[Span]:
+    """Computes steps in as many processes as there are stages."""
+    folder.mkdir()
     argv = [sys.executable, "-m", "tests.support.stage_timeline", str(model), str(num_stages)]
-    processes = [subprocess.Popen([*argv, str(rank), str(folder)]) for rank in range(num_stages)]
+    processes = [
+        subprocess.Popen([*argv, str(rank), str(folder), str(max_in_flight)])
+        for rank in range(num_stages)
+    ]
     for process in processes:
         assert process.wait(TIMEOUT_S) == 0
     return [
@@ -92,7 +104,7 @@ def play(model: Path, num_stages: int, folder: Path) -> list[Span]:
 
 def main() -> None:
     """Lives as one stage."""
-    model, num_stages, rank, folder = sys.argv[1:]
+    model, num_stages, rank, folder, max_in_flight = sys.argv[1:]
     torch.set_num_threads(1)
     engine = EngineConfig(model=model, max_model_len=1024, pipeline_parallel=int(num_stages))
     config = read_model_config(Path(model))
@@ -103,25 +115,29 @@ def main() -> None:
     assert found is not None
     link = TimedLink(found)
     shard = replace(make_device_shard(config, geometry, int(rank)), is_exact=True, stages=link)
-    kv = KvTensors(geometry, CHUNK_TOKENS * NUM_STEPS // 16, part)
+    kv = KvTensors(geometry, BLOCKS_PER_STEP * NUM_STEPS, part)
     runner = ModelRunner(load_model(Path(model), engine, shard), kv)
     spans: list[Span] = []
     for _ in range(2):  # the first round warms up
         spans.clear()
-        steps = []
+        flying: deque[ComputedStep] = deque()
         for step, plan in enumerate(make_plans()):
+            if len(flying) == int(max_in_flight):
+                flying.popleft().result()
             launched_s = time.monotonic()
             if int(rank) == 0:
-                steps.append(runner.launch(plan))
+                flying.append(runner.launch(plan))
             else:
                 runner.compute(plan)
             began_s = launched_s if link.received_s is None else link.received_s
-            spans.append(
-                Span(stage=int(rank), step=step, began_s=began_s, ended_s=time.monotonic())
-            )
-        for pending in steps:
+            spans.append(Span(stage=int(rank), step=step, began_s=began_s, ended_s=link.computed_s))
+        for pending in flying:
             pending.result()
     (Path(folder) / f"spans-{rank}").write_text(json.dumps([asdict(span) for span in spans]))
+    # What was sent is read while its sender lives.
+    others = [Path(folder) / f"spans-{stage}" for stage in range(int(num_stages))]
+    while not all(path.exists() for path in others):
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

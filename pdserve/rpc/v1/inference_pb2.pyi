@@ -20,6 +20,204 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    EXPECTED_TTFT_S_FIELD_NUMBER: _builtins.int
+    CRITICAL_PATH_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    state: _builtins.str
+    """"running", "OK", or the reason of the error it ended with."""
+    prompt_tokens: _builtins.int
+    ttft_s: _builtins.float
+    """Absent before the first token."""
+    expected_ttft_s: _builtins.float
+    """What the last placement promised: time until then, and its predicted first token. Absent while nothing is predicted."""
+    tpot_s: _builtins.float
+    @_builtins.property
+    def critical_path(self) -> _containers.RepeatedCompositeFieldContainer[Global___PathPart]:
+        """Sums to ttft_s."""
+
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        ttft_s: _builtins.float | None = ...,
+        expected_ttft_s: _builtins.float | None = ...,
+        critical_path: _abc.Iterable[Global___PathPart] | None = ...,
+        placements: _abc.Iterable[Global___Placement] | None = ...,
+        tpot_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "expected_ttft_s", b"expected_ttft_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "critical_path", b"critical_path", "expected_ttft_s", b"expected_ttft_s", "placements", b"placements", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expected_ttft_s: _TypeAlias = _typing.Literal["expected_ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__expected_ttft_s: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_ttft_s) -> _WhichOneofReturnType__expected_ttft_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class PathPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PathPart: _TypeAlias = PathPart  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    """One choice of workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    at_s: _builtins.float
+    """Since the request came."""
+    path: _builtins.str
+    """"disaggregated" or "local"."""
+    cached_tokens: _builtins.int
+    unit: _builtins.str
+    """Of the candidates' terms: "seconds", or "blocks" while the predictor is not fitted."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """The chosen one first, then the others by their cost."""
+
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        at_s: _builtins.float = ...,
+        path: _builtins.str = ...,
+        cached_tokens: _builtins.int = ...,
+        unit: _builtins.str = ...,
+        candidates: _abc.Iterable[Global___Candidate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "attempt", b"attempt", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "path", b"path", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
+
+@_typing.final
+class Candidate(_message.Message):
+    """What one way would have cost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    prefill_worker: _builtins.str
+    """Empty on the local path."""
+    decode_worker: _builtins.str
+    queue: _builtins.float
+    """Work before its own, and its own prompt."""
+    prefill: _builtins.float
+    handoff: _builtins.float
+    """What of the hand-off, and of waiting for room on decode, is not hidden behind that."""
+    wait: _builtins.float
+    step: _builtins.float
+    """A decode step with it."""
+    stall: _builtins.float
+    """What those lose that decode where its prompt is computed."""
+    first_token: _builtins.float
+    cost: _builtins.float
+    missed: _builtins.float
+    """By how much its step is longer than the wanted time per token."""
+    def __init__(
+        self,
+        *,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        queue: _builtins.float = ...,
+        prefill: _builtins.float = ...,
+        handoff: _builtins.float = ...,
+        wait: _builtins.float = ...,
+        step: _builtins.float = ...,
+        stall: _builtins.float = ...,
+        first_token: _builtins.float = ...,
+        cost: _builtins.float = ...,
+        missed: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "decode_worker", b"decode_worker", "first_token", b"first_token", "handoff", b"handoff", "missed", b"missed", "prefill", b"prefill", "prefill_worker", b"prefill_worker", "queue", b"queue", "stall", b"stall", "step", b"step", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
 class ChatMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -71,11 +269,21 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    TPOT_SLO_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Optional; at most 128 characters of [A-Za-z0-9._-]. Made by the server when empty."""
     model: _builtins.str
     """Optional; NOT_FOUND when it names another model."""
     text: _builtins.str
+    slo_class: _builtins.str
+    """One of the configured classes; empty: none."""
+    ttft_slo_s: _builtins.float
+    """Wanted seconds to the first token, and per output token, in place of the class's. A request that would miss the first
+    is refused at once, with RESOURCE_EXHAUSTED and RetryInfo, as soon as the router can predict it.
+    """
+    tpot_slo_s: _builtins.float
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds: ...
     @_builtins.property
@@ -91,13 +299,25 @@ class GenerateRequest(_message.Message):
         token_ids: _types_pb2.TokenIds | None = ...,
         chat: Global___ChatPrompt | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
+        slo_class: _builtins.str = ...,
+        ttft_slo_s: _builtins.float | None = ...,
+        tpot_slo_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "_ttft_slo_s", b"_ttft_slo_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "_ttft_slo_s", b"_ttft_slo_s", "chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "text", b"text", "token_ids", b"token_ids", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_slo_s: _TypeAlias = _typing.Literal["ttft_slo_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_slo_s: _TypeAlias = _typing.Literal["_ttft_slo_s", b"_ttft_slo_s"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_s) -> _WhichOneofReturnType__tpot_slo_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_slo_s) -> _WhichOneofReturnType__ttft_slo_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

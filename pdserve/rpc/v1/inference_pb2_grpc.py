@@ -59,6 +59,11 @@ class InferenceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/pdserve.rpc.v1.Inference/Explain',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -95,6 +100,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request in flight, or one of the last that ended, went where it went; NOT_FOUND for another tenant's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +134,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetLoadsRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,6 +276,33 @@ class Inference:
             '/pdserve.rpc.v1.Inference/GetLoads',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.Inference/Explain',
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class InferenceStub:
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]
     GetLoads: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetLoadsRequest, _inference_pb2.GetLoadsResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
+    """Why a request in flight, or one of the last that ended, went where it went; NOT_FOUND for another tenant's."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -47,6 +49,8 @@ class InferenceAsyncStub(InferenceStub):
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     GetLoads: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetLoadsRequest, _inference_pb2.GetLoadsResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Why a request in flight, or one of the last that ended, went where it went; NOT_FOUND for another tenant's."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,5 +88,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetLoadsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetLoadsResponse, _abc.Awaitable[_inference_pb2.GetLoadsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
+        """Why a request in flight, or one of the last that ended, went where it went; NOT_FOUND for another tenant's."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -210,7 +210,7 @@ Global___RendezvousKey: _TypeAlias = RendezvousKey  # noqa: Y015
 
 @_typing.final
 class FrameReady(_message.Message):
-    """The sender has a frame ready; it sends once the receiver has posted a landing slot. With push it has one already."""
+    """The sender has a frame ready; it sends once the receiver has posted a landing slot. With push it has had one and written it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -227,7 +227,7 @@ class FrameReady(_message.Message):
     crc32: _builtins.int
     """Of the payload; absent when checksums are off."""
     slot: _builtins.int
-    """push: where in the ring it is being written."""
+    """push: where in the ring it lies."""
     def __init__(
         self,
         *,

@@ -102,6 +102,7 @@ class FromRank(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    CACHE_CHANGES_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def ready(self) -> Global___RankReady: ...
@@ -119,6 +120,8 @@ class FromRank(_message.Message):
     def failed(self) -> Global___RankFailed: ...
     @_builtins.property
     def key(self) -> Global___StoreKey: ...
+    @_builtins.property
+    def cache_changes(self) -> Global___CacheChanges: ...
     def __init__(
         self,
         *,
@@ -131,16 +134,43 @@ class FromRank(_message.Message):
         phase: Global___RankPhase | None = ...,
         failed: Global___RankFailed | None = ...,
         key: Global___StoreKey | None = ...,
+        cache_changes: Global___CacheChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_changes", b"cache_changes", "failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_changes", b"cache_changes", "call_id", b"call_id", "failed", b"failed", "heartbeat", b"heartbeat", "key", b"key", "message", b"message", "peer_call", b"peer_call", "phase", b"phase", "ready", b"ready", "reply", b"reply", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "heartbeat", "updates", "reply", "peer_call", "phase", "failed", "key"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "heartbeat", "updates", "reply", "peer_call", "phase", "failed", "key", "cache_changes"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FromRank: _TypeAlias = FromRank  # noqa: Y015
+
+@_typing.final
+class CacheChanges(_message.Message):
+    """Granules of 128 tokens that came to the prefix cache or left it, in order; at most once a turn, but for its size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    IS_REMOVED_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """Packed little-endian 64-bit keys."""
+    is_removed: _builtins.bytes
+    """One byte a key, 1 or 0."""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        is_removed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_removed", b"is_removed", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheChanges: _TypeAlias = CacheChanges  # noqa: Y015
 
 @_typing.final
 class StoreKey(_message.Message):
@@ -235,6 +265,7 @@ class RankReady(_message.Message):
     MODEL_REVISION_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     total_blocks: _builtins.int
     max_model_len: _builtins.int
@@ -242,6 +273,8 @@ class RankReady(_message.Message):
     model_revision: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
+    device: _builtins.str
+    """What rank 0 computes on: "cpu", or what the driver calls the GPU."""
     @_builtins.property
     def geometry(self) -> Global___KvGeometry: ...
     def __init__(
@@ -255,10 +288,11 @@ class RankReady(_message.Message):
         model_revision: _builtins.str = ...,
         architecture: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "compatibility_digest", b"compatibility_digest", "geometry", b"geometry", "max_model_len", b"max_model_len", "model_revision", b"model_revision", "pid", b"pid", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "compatibility_digest", b"compatibility_digest", "device", b"device", "geometry", b"geometry", "max_model_len", b"max_model_len", "model_revision", b"model_revision", "pid", b"pid", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -466,6 +466,8 @@ class WorkerLoad(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     ACTIVE_BLOCKS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     num_running: _builtins.int
     queued_tokens: _builtins.int
@@ -474,6 +476,12 @@ class WorkerLoad(_message.Message):
     cached_blocks: _builtins.int
     reserved_blocks: _builtins.int
     active_blocks: _builtins.int
+    report: _builtins.int
+    """Counts the reports of this worker's life: one that is repeated says nothing new."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSample]:
+        """Some of the steps and hand-offs since the last report, as measured."""
+
     def __init__(
         self,
         *,
@@ -485,14 +493,120 @@ class WorkerLoad(_message.Message):
         cached_blocks: _builtins.int = ...,
         reserved_blocks: _builtins.int = ...,
         active_blocks: _builtins.int = ...,
+        report: _builtins.int = ...,
+        samples: _abc.Iterable[Global___StepSample] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens", "reserved_blocks", b"reserved_blocks", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens", "report", b"report", "reserved_blocks", b"reserved_blocks", "samples", b"samples", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class StepSample(_message.Message):
+    """What one step, or one hand-off, took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    @_builtins.property
+    def prefill(self) -> Global___PrefillStep: ...
+    @_builtins.property
+    def decode(self) -> Global___DecodeStep: ...
+    @_builtins.property
+    def transfer(self) -> Global___Transfer: ...
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        prefill: Global___PrefillStep | None = ...,
+        decode: Global___DecodeStep | None = ...,
+        transfer: Global___Transfer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "kind", b"kind", "prefill", b"prefill", "transfer", b"transfer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "kind", b"kind", "prefill", b"prefill", "seconds", b"seconds", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefill", "decode", "transfer"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___StepSample: _TypeAlias = StepSample  # noqa: Y015
+
+@_typing.final
+class PrefillStep(_message.Message):
+    """A step that computed nothing but one piece of one prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    num_context_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_context_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_context_tokens", b"num_context_tokens", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillStep: _TypeAlias = PrefillStep  # noqa: Y015
+
+@_typing.final
+class DecodeStep(_message.Message):
+    """A step that computed one token for each of some sequences."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    num_sequences: _builtins.int
+    num_kv_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_sequences: _builtins.int = ...,
+        num_kv_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_kv_tokens", b"num_kv_tokens", "num_sequences", b"num_sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeStep: _TypeAlias = DecodeStep  # noqa: Y015
+
+@_typing.final
+class Transfer(_message.Message):
+    """All KV of a hand-off, sent in one go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
 
 @_typing.final
 class Ledger(_message.Message):

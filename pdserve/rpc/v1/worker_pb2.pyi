@@ -22,6 +22,101 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class WatchCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRONT_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    front_id: _builtins.str
+    epoch: _builtins.int
+    """The incarnation that next_sequence belongs to."""
+    next_sequence: _builtins.int
+    """Of the first event that the front does not have; 0: it has nothing. What the worker cannot go on from, or belongs to
+    another life of it, is answered with a snapshot first.
+    """
+    def __init__(
+        self,
+        *,
+        front_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        next_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "front_id", b"front_id", "next_sequence", b"next_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheRequest: _TypeAlias = WatchCacheRequest  # noqa: Y015
+
+@_typing.final
+class CacheBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    IS_REMOVED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The worker's incarnation."""
+    first_sequence: _builtins.int
+    """Of the first event here; in a snapshot, of the first event that it does not include."""
+    is_removed: _builtins.bytes
+    """One byte a key: 1 for a granule that left. Empty: all of them came."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Each names all tokens up to the end of its granule."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotPart:
+        """Absent: events."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        first_sequence: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.int] | None = ...,
+        is_removed: _builtins.bytes = ...,
+        snapshot: Global___SnapshotPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_sequence", b"first_sequence", "is_removed", b"is_removed", "keys", b"keys", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheBatch: _TypeAlias = CacheBatch  # noqa: Y015
+
+@_typing.final
+class SnapshotPart(_message.Message):
+    """All keys, in several messages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Counted from 0, where whatever was known of this worker is void."""
+    is_last: _builtins.bool
+    """Events follow."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "is_last", b"is_last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotPart: _TypeAlias = SnapshotPart  # noqa: Y015
+
+@_typing.final
 class DecodeTarget(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -596,7 +691,7 @@ class StreamBatch(_message.Message):
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUpdate]: ...
     @_builtins.property
     def load(self) -> _types_pb2.WorkerLoad:
-        """Sent at least every half second."""
+        """In the first message, and whenever there is a new report."""
 
     def __init__(
         self,

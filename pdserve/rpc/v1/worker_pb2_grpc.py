@@ -59,6 +59,11 @@ class WorkerStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/pdserve.rpc.v1.Worker/WatchCache',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.CacheBatch.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -99,6 +104,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """What the prefix cache holds, and what changes, in granules of 128 tokens. Ends only with an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.WatchCacheRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_worker__pb2.CacheBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +280,33 @@ class Worker:
             '/pdserve.rpc.v1.Worker/GetStatus',
             pdserve_dot_rpc_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.rpc.v1.Worker/WatchCache',
+            pdserve_dot_rpc_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_worker__pb2.CacheBatch.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,8 @@ class WorkerStub:
     Stream: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamRequest, _worker_pb2.StreamBatch]
     """Tokens of all of one front's requests, one message per engine iteration, and load figures."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
+    WatchCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheBatch]
+    """What the prefix cache holds, and what changes, in granules of 128 tokens. Ends only with an error."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -57,6 +59,8 @@ class WorkerAsyncStub(WorkerStub):
     Stream: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamRequest, _worker_pb2.StreamBatch]  # type: ignore[assignment]
     """Tokens of all of one front's requests, one message per engine iteration, and load figures."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
+    WatchCache: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheBatch]  # type: ignore[assignment]
+    """What the prefix cache holds, and what changes, in granules of 128 tokens. Ends only with an error."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -99,5 +103,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def WatchCache(
+        self,
+        request: _worker_pb2.WatchCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.CacheBatch], _abc.AsyncIterator[_worker_pb2.CacheBatch]]:
+        """What the prefix cache holds, and what changes, in granules of 128 tokens. Ends only with an error."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -53,6 +53,7 @@ def test_samples_that_share_a_partial_block_are_the_cpus(
     assert len({tuple(ids) for ids in seen[0].values()}) == 2
 
 
+@pytest.mark.soak
 def test_LEDGER_random_visits_over_poisoned_memory_give_the_tokens_of_a_fresh_engine(
     tiny_llama_folder: Path,
 ) -> None:

@@ -40,10 +40,12 @@ def test_tables_of_a_gpu_are_kept_in_the_folder_that_is_given(
     def make_table(
         weights: Mapping[LayerShape, object],
         *,
+        head: LayerShape,
         use_pdl: bool,
         cache: Path | None,
         is_deterministic: bool,
     ) -> ProductTable:
+        assert head in weights
         calls.append(Call(cache=cache, is_deterministic=is_deterministic))
         return measure_table("fake", list(weights), lambda *_: (), lambda *_: 1.0)
 

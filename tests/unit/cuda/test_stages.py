@@ -60,6 +60,7 @@ def test_stages_of_two_ranks_each_give_the_cpus_tokens(tmp_path: Path) -> None:
     assert made == expected
 
 
+@pytest.mark.soak
 def test_random_load_with_steps_in_all_stages_gives_the_cpus_tokens(
     tiny_llama_folder: Path, tmp_path: Path
 ) -> None:

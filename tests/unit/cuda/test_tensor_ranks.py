@@ -53,6 +53,7 @@ def test_ranks_give_the_cpus_tokens(
     assert made == expected
 
 
+@pytest.mark.soak
 def test_random_load_with_two_steps_in_flight_gives_the_cpus_tokens(
     tiny_llama_folder: Path, tmp_path: Path
 ) -> None:

@@ -59,3 +59,25 @@ async def test_requests_of_a_front_that_stays_away_become_orphans_once() -> None
     clock.advance(6.0)
     assert streams.take_orphans(10.0) == [(RequestId("r"), 1)]
     assert streams.take_orphans(10.0) == []
+
+
+async def test_a_report_is_sent_once_a_stream_and_not_with_every_token() -> None:
+    clock = ManualClock()
+    load = types_pb2.WorkerLoad(report=1, num_running=3)
+    log = TokenLog(clock)
+    streams = FrontStreams(log, Incarnation(1), clock, lambda: (load, False))
+    stream = streams.serve(worker_pb2.StreamRequest(front_id="f"))
+    first = await anext(stream)
+    assert first.load.num_running == 3
+    seen = []
+    for index in range(4):
+        if index == 2:
+            load.report = 2
+        update = worker_pb2.SequenceUpdate(request_id="r", attempt=1, first_index=index)
+        update.token_ids.append(7)
+        streams.publish(FrontId("f"), update)
+        batch = await anext(stream)
+        seen.append(batch.load.report if batch.HasField("load") else None)
+    assert seen == [None, None, 2, None]
+    again = streams.serve(worker_pb2.StreamRequest(front_id="f"))
+    assert (await anext(again)).load.report == 2

@@ -8,8 +8,8 @@ from pdserve.cache.kv_frame import FRAME_DTYPES
 from pdserve.cache.kv_region import KvRegion, make_region
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
-from pdserve.cuda.kv_traffic import rows_of, upload_words
-from pdserve.kernels.kv_pack import add_checksum, gather_frame, scatter_frame
+from pdserve.cuda.kv_traffic import tokens_of
+from pdserve.kernels.kv_pack import FramePacker, add_checksum
 from pdserve.request import BlockId
 from tests.support.host_device import HostSum
 from tests.support.kv import fill
@@ -35,13 +35,23 @@ def region_of(name: str, dtype: str) -> KvRegion:
     )
 
 
+def packer_of(kv: KvTensors, region: KvRegion, num_programs: int) -> FramePacker:
+    return FramePacker(kv.view(region), FRAME_DTYPES[region.dtype], num_programs)
+
+
+def ids_of(region: KvRegion) -> Tensor:
+    return torch.tensor(region.block_ids, dtype=torch.int64)
+
+
 def gathered(kv: KvTensors, region: KvRegion, num_programs: int, sums: Tensor) -> Tensor:
     frame = torch.full((kv.frame_bytes(region),), 0xAA, dtype=torch.uint8)
-    dtype = FRAME_DTYPES[region.dtype]
-    gather_frame(
-        rows_of(kv, region, upload_words(kv, region)), frame, dtype, sums, num_programs=num_programs
-    )
+    packer = packer_of(kv, region, num_programs)
+    packer.gather(ids_of(region), tokens_of(region), frame, sums)
     return frame
+
+
+def scatter(kv: KvTensors, region: KvRegion, frame: Tensor) -> None:
+    packer_of(kv, region, 3).scatter(ids_of(region), tokens_of(region), frame)
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -62,12 +72,7 @@ def test_a_frame_is_scattered_to_its_slots_alone(name: str, dtype: str) -> None:
     source, region = fill(KvTensors(geometry, 10), 1), region_of(name, dtype)
     mine, expected = fill(KvTensors(geometry, 10), 2), fill(KvTensors(geometry, 10), 2)
     frame = source.pack(region)
-    scatter_frame(
-        rows_of(mine, region, upload_words(mine, region)),
-        frame,
-        FRAME_DTYPES[dtype],
-        num_programs=2,
-    )
+    scatter(mine, region, frame)
     expected.scatter(region, frame)
     for layer in range(3):
         for one, other in zip(mine.layer(layer), expected.layer(layer), strict=True):
@@ -81,12 +86,7 @@ def test_fp8_frames_are_what_torch_packs_but_for_the_interpreter_s_rounding(name
     frame = gathered(kv, region, 3, sums)
     assert value_of(sums) == HostSum(frame).value()
     mine, expected = KvTensors(GEOMETRY, 10), KvTensors(GEOMETRY, 10)
-    scatter_frame(
-        rows_of(mine, region, upload_words(mine, region)),
-        frame,
-        FRAME_DTYPES["fp8"],
-        num_programs=3,
-    )
+    scatter(mine, region, frame)
     expected.scatter(region, kv.pack(region))
     for layer in range(3):
         for one, other in zip(mine.layer(layer), expected.layer(layer), strict=True):
@@ -100,9 +100,7 @@ def test_bfloat16_may_be_sent_as_float32_and_back() -> None:
     region = region_of("odd borders", "float32")
     frame = gathered(source, region, 4, torch.zeros(2, dtype=torch.int64))
     assert torch.equal(frame, source.pack(region))
-    scatter_frame(
-        rows_of(target, region, upload_words(target, region)), frame, torch.float32, num_programs=4
-    )
+    scatter(target, region, frame)
     assert torch.equal(target.pack(region), frame)
 
 

@@ -191,7 +191,9 @@ def test_of_tied_logits_the_lowest_ids_are_kept_at_every_edge(params: SamplingPa
     assert run(logits, rows).ids == on_cpu(logits, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.soak)]
+)
 def test_filters_of_every_width_give_the_cpus_tokens_where_hundreds_of_logits_are_equal(
     dtype: torch.dtype,
 ) -> None:

@@ -118,6 +118,25 @@ def test_a_grant_after_the_token_pushes_everything_and_commits(handoff: PrefillH
     assert isinstance(actions[-1], SendCommit)
 
 
+@pytest.mark.parametrize("is_granted_first", [True, False])
+def test_frames_that_are_sent_in_one_go_are_timed_from_then(
+    handoff: PrefillHandoff, clock: ManualClock, is_granted_first: bool
+) -> None:
+    reserve(handoff)
+    if is_granted_first:
+        handoff.reserve_answered(target(), grant())
+        clock.advance(1.0)
+        handoff.sampled(TOKEN, is_finished=False)
+    else:
+        handoff.sampled(TOKEN, is_finished=False)
+        clock.advance(1.0)
+        handoff.reserve_answered(target(), grant())
+    clock.advance(0.25)
+    report, _ = handoff.commit_answered(target(), Acknowledged())
+    assert isinstance(report, ReportHandedOff)
+    assert report.transfer_s == 0.25
+
+
 def test_the_acknowledgement_hands_off_and_releases(
     handoff: PrefillHandoff, clock: ManualClock
 ) -> None:
@@ -129,6 +148,7 @@ def test_the_acknowledgement_hands_off_and_releases(
         handoff_s=0.25,
         num_blocks=MANIFEST.num_blocks,
         num_bytes=MANIFEST.num_bytes,
+        transfer_s=None,
     )
     assert release == ReleaseBlocks()
     assert handoff.is_settled

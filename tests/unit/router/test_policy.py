@@ -1,38 +1,73 @@
-from dataclasses import replace
-
+import numpy as np
 import pytest
 
 from pdserve.errors import NoWorker, Overloaded, TooLong
+from pdserve.predictor.predictor import Predictor
 from pdserve.request import Incarnation, RequestId, Role, WorkerId
+from pdserve.timeline import ManualClock
 from router.admission import Admission
-from router.load_book import LoadBook
-from router.policy import Demand, WorkerKey, WorkerView, choose_decode, choose_pair
+from router.cost import LawTable
+from router.fleet import Fleet, Member
+from router.load_book import DecodeCharge, LoadBook
+from router.policy import Choice, Demand, JointPolicy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex, hash_granules
+from router.worker_key import WorkerKey
 
 
 def _key(name: str) -> WorkerKey:
     return WorkerKey(worker_id=WorkerId(name), incarnation=Incarnation(1))
 
 
-def _view(name: str, load: int = 0, **over: object) -> WorkerView:
-    fields: dict[str, object] = {
-        "key": _key(name),
-        "role": Role.PREFILL if name.startswith("p") else Role.DECODE,
-        "is_available": True,
-        "compatibility_digest": b"x",
-        "load_blocks": load,
-        "total_blocks": 1000,
-        "last_picked": 0,
-    }
-    return WorkerView(**{**fields, **over})
+class Pool:
+    """Workers whose blocks hold one token, so that costs without a predictor are whole numbers."""
 
+    def __init__(self, **loads: int) -> None:
+        self.fleet = Fleet()
+        self.book = LoadBook(self.fleet, ManualClock())
+        self.policy = JointPolicy(self.fleet, LawTable(self.fleet, Predictor()))
+        for name, load in loads.items():
+            self.add(name, load)
 
-def _demand(prompt: int = 10, growth: int = 2, **cached: int) -> Demand:
-    return Demand(
-        prompt_blocks=prompt,
-        growth_blocks=growth,
-        cached_blocks={WorkerId(name): count for name, count in cached.items()},
-    )
+    def add(self, name: str, load: int = 0, *, digest: bytes = b"x", total: int = 1000) -> None:
+        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        member = Member(
+            key=_key(name),
+            role=role,
+            digest=digest,
+            worker_class="c",
+            total_blocks=total,
+            block_size=1,
+        )
+        self.fleet.join(member)
+        self.fleet.set_available(_key(name), is_available=True)
+        if load:
+            self.load(name, load)
+
+    def load(self, name: str, blocks: int) -> None:
+        if name.startswith("p"):
+            self.book.charge_prefill(RequestId(f"on-{name}"), _key(name), (1, blocks, 0))
+        else:
+            charge = DecodeCharge(num_seqs=1, kv_tokens=blocks, blocks=blocks)
+            self.book.charge_decode(RequestId(f"on-{name}"), _key(name), charge)
+        self.fleet.last_pick[:] = 0
+
+    def choose(
+        self,
+        prompt: int = 10,
+        growth: int = 2,
+        cached: dict[str, int] | None = None,
+        **over: object,
+    ) -> Choice:
+        return self.policy.choose(self.demand(prompt, growth, cached or {}, **over), 0.0)
+
+    def demand(self, prompt: int, growth: int, cached: dict[str, int], **over: object) -> Demand:
+        return Demand(
+            num_tokens=prompt,
+            num_growth_tokens=growth,
+            cached_rows=np.array([self.fleet.row_of(_key(name)) for name in cached], dtype=int),
+            cached_tokens=np.array(list(cached.values()), dtype=int),
+            **over,
+        )
 
 
 @pytest.mark.parametrize(
@@ -45,31 +80,57 @@ def _demand(prompt: int = 10, growth: int = 2, **cached: int) -> Demand:
     ],
 )
 def test_affinity_counts_as_much_as_the_queue_in_front_of_it(loads, cached, expected):
-    workers = [_view(name, load) for name, load in loads.items()]
-    choice = choose_pair(workers, _demand(**cached), has_prefill_pool=True)
+    choice = Pool(**loads).choose(cached=cached)
     assert (choice.prefill.worker_id, choice.decode.worker_id) == expected
     assert choice.path == "disaggregated"
 
 
 def test_of_equal_workers_the_one_picked_longest_ago_is_next():
-    workers = [_view("p0", last_picked=2), _view("p1", last_picked=1), _view("d0")]
-    choice = choose_pair(workers, _demand(), has_prefill_pool=True)
-    assert choice.prefill.worker_id == "p1"
+    pool = Pool(p0=0, p1=0, d0=0)
+    pool.fleet.note_pick(pool.fleet.row_of(_key("p1")))
+    pool.fleet.note_pick(pool.fleet.row_of(_key("p0")))
+    assert pool.choose().prefill.worker_id == "p1"
+
+
+def test_an_idle_pool_larger_than_the_short_list_is_used_in_turn():
+    pool = Pool(**{f"p{number:02}": 0 for number in range(40)}, d0=0)
+    picked = []
+    for _ in range(40):
+        choice = pool.choose()
+        pool.fleet.note_pick(pool.fleet.row_of(choice.prefill))
+        picked.append(choice.prefill.worker_id)
+    assert len(set(picked)) == 40
 
 
 def test_C11_an_unavailable_worker_is_never_chosen_for_its_prefix():
-    workers = [_view("p0", is_available=False), _view("p1", 500), _view("d0")]
-    choice = choose_pair(workers, _demand(p0=10), has_prefill_pool=True)
+    pool = Pool(p0=0, p1=500, d0=0)
+    pool.fleet.set_available(_key("p0"), is_available=False)
+    assert pool.choose(cached={"p0": 10}).prefill.worker_id == "p1"
+
+
+def test_C11_a_silent_worker_is_not_chosen():
+    pool = Pool(p0=0, p1=500, d0=0)
+    pool.fleet._silence_s = 3.0
+    for name in ("p1", "d0"):
+        pool.fleet.hear(_key(name), 10.0)
+    choice = pool.policy.choose(pool.demand(10, 2, {"p0": 10}), 11.0)
     assert choice.prefill.worker_id == "p1"
 
 
 def test_A17_only_workers_of_one_geometry_are_paired():
-    workers = [
-        _view("p0", 50, compatibility_digest=b"a"),
-        _view("p1", 0, compatibility_digest=b"b"),
-        _view("d0", 50, compatibility_digest=b"a"),
-    ]
-    choice = choose_pair(workers, _demand(), has_prefill_pool=True)
+    pool = Pool()
+    pool.add("p0", 50, digest=b"a")
+    pool.add("p1", 0, digest=b"b")
+    pool.add("d0", 50, digest=b"a")
+    choice = pool.choose()
+    assert (choice.prefill.worker_id, choice.decode.worker_id) == ("p0", "d0")
+
+
+def test_A17_the_best_of_each_geometry_compete():
+    pool = Pool()
+    for name, load, digest in [("p0", 9, b"a"), ("p1", 0, b"b"), ("d0", 0, b"a"), ("d1", 30, b"b")]:
+        pool.add(name, load, digest=digest)
+    choice = pool.choose()
     assert (choice.prefill.worker_id, choice.decode.worker_id) == ("p0", "d0")
 
 
@@ -82,26 +143,38 @@ def test_A17_only_workers_of_one_geometry_are_paired():
     ],
 )
 def test_a_missing_pool_is_named(workers, has_prefill_pool, message):
-    views = [_view(name) for name in workers]
+    pool = Pool(**dict.fromkeys(workers, 0))
     with pytest.raises(NoWorker, match=message):
-        choose_pair(views, _demand(), has_prefill_pool=has_prefill_pool)
+        pool.choose(has_prefill_pool=has_prefill_pool)
 
 
 def test_without_a_prefill_pool_the_path_is_local():
-    choice = choose_pair([_view("d0", 3), _view("d1")], _demand(), has_prefill_pool=False)
+    choice = Pool(d0=3, d1=0).choose(has_prefill_pool=False)
     assert (choice.prefill, choice.decode.worker_id, choice.path) == (None, "d1", "local")
 
 
 def test_a_request_larger_than_every_cache_is_too_long():
     with pytest.raises(TooLong, match="1000 KV blocks"):
-        choose_pair([_view("d0")], _demand(990, 11), has_prefill_pool=False)
+        Pool(d0=0).choose(990, 11, has_prefill_pool=False)
+
+
+def test_a_worker_that_can_never_hold_a_request_is_passed_over():
+    pool = Pool(d0=0, d1=500)
+    pool.add("d2", 0, total=11)
+    pool.load("d0", 700)
+    assert pool.choose(has_prefill_pool=False).decode.worker_id == "d1"
 
 
 def test_excluded_workers_are_passed_over():
-    workers = [_view("d0"), _view("d1", 9), _view("d2", 5, compatibility_digest=b"other")]
-    assert choose_decode(workers, _demand(), b"x", {_key("d0")}).worker_id == "d1"
+    pool = Pool(p0=0, d0=0, d1=9)
+    pool.add("d2", 5, digest=b"other")
+    demand = pool.demand(10, 2, {}, excluded={_key("d0")})
+    assert pool.policy.choose_decode(demand, _key("p0"), 0.0).decode.worker_id == "d1"
+    demand = pool.demand(10, 2, {}, excluded={_key("d0"), _key("d1")})
     with pytest.raises(NoWorker):
-        choose_decode(workers, _demand(), b"x", {_key("d0"), _key("d1")})
+        pool.policy.choose_decode(demand, _key("p0"), 0.0)
+    with pytest.raises(NoWorker, match="p9 is gone"):
+        pool.policy.choose_decode(demand, _key("p9"), 0.0)
 
 
 def test_the_longest_common_prefix_is_matched_per_worker():
@@ -153,25 +226,36 @@ def test_a_dead_worker_is_forgotten():
     index.forget(WorkerId("a"))
     assert index.match(keys) == {"b": 1}
     index.forget(WorkerId("b"))
+    while index.sweep():
+        pass
     assert len(index) == 0
 
 
 def test_load_is_counted_from_dispatch_to_release():
-    book = LoadBook()
-    request = RequestId("r")
-    book.charge(request, _key("p0"), 5)
-    book.charge(request, _key("d0"), 7)
-    book.charge(RequestId("s"), _key("d0"), 1)
-    assert (book.blocks_of(_key("p0")), book.blocks_of(_key("d0"))) == (5, 8)
-    assert book.last_pick_of(_key("d0")) > book.last_pick_of(_key("p0")) > 0
-    book.charge(request, _key("d0"), 4)
-    assert book.blocks_of(_key("d0")) == 5
+    pool = Pool(p0=0, d0=0)
+    book, fleet = pool.book, pool.fleet
+    p0, d0 = fleet.row_of(_key("p0")), fleet.row_of(_key("d0"))
+    request, other = RequestId("r"), RequestId("s")
+
+    def charge(request_id: RequestId, blocks: int) -> None:
+        part = DecodeCharge(num_seqs=1, kv_tokens=blocks - 1, blocks=blocks)
+        book.charge_decode(request_id, _key("d0"), part)
+
+    book.charge_prefill(request, _key("p0"), (1.0, 5.0, 12.5))
+    charge(request, 7)
+    charge(other, 1)
+    assert fleet.queue[:, p0].tolist() == [1.0, 5.0, 12.5]
+    assert (fleet.blocks[d0], fleet.num_seqs[d0], fleet.kv_tokens[d0]) == (8, 2, 6)
+    assert fleet.last_pick[d0] > fleet.last_pick[p0] > 0
+    charge(request, 4)
+    assert (fleet.blocks[d0], fleet.num_seqs[d0]) == (5, 2)
     book.keep_only(request, (_key("d0"),))
-    assert (book.blocks_of(_key("p0")), book.blocks_of(_key("d0"))) == (0, 5)
+    assert (fleet.queue[:, p0].any(), fleet.blocks[d0]) == (False, 5)
     book.keep_only(request, ())
     book.keep_only(request, ())
-    book.keep_only(RequestId("s"), ())
-    assert book.blocks_of(_key("d0")) == 0
+    book.keep_only(other, ())
+    assert (fleet.blocks[d0], fleet.num_seqs[d0], fleet.kv_tokens[d0]) == (0, 0, 0)
+    assert book.num_charged == 0
 
 
 def test_admission_bounds_what_waits_and_what_is_in_flight():
@@ -219,9 +303,7 @@ def test_the_retry_hint_follows_how_fast_places_become_free():
 def test_a_prompt_with_a_short_uncached_rest_is_prefilled_where_it_is_cached(
     limit: int, cached: dict[str, int], decode: str | None
 ) -> None:
-    workers = [_view("p0"), _view("d0"), _view("d1", load=5)]
-    demand = replace(_demand(**cached), max_local_blocks=limit)
-    choice = choose_pair(workers, demand, has_prefill_pool=True)
+    choice = Pool(p0=0, d0=0, d1=5).choose(cached=cached, max_local_tokens=limit)
     assert (choice.path == "local") == (decode is not None)
     if decode is not None:
         assert (choice.prefill, choice.decode.worker_id) == (None, decode)

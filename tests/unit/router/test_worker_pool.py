@@ -9,6 +9,7 @@ from pdserve.registry.memory import MemoryRegistry
 from pdserve.request import FrontId, Role
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import ManualClock
+from router.fleet import Fleet
 from router.load_book import LoadBook
 from router.policy import WorkerKey
 from router.worker_pool import DEPARTED_S, WorkerPool
@@ -40,7 +41,7 @@ class Scene:
         self.pool = WorkerPool(
             self.registry,
             FrontId("front"),
-            LoadBook(),
+            LoadBook(Fleet(3.0), self.clock),
             self.clock,
             silence_s=3.0,
             max_message_bytes=1 << 20,

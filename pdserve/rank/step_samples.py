@@ -1,0 +1,86 @@
+"""What some steps and hand-offs took, for the router's predictor: a few of each kind a report.
+
+Only steps of one kind are of use: one piece of one prompt, or one token for each sequence. A step
+takes the time from its launch, or from the end of the step before it, to its own end.
+"""
+
+from collections import deque
+
+from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
+from pdserve.rpc.v1 import types_pb2
+from pdserve.timeline import Clock
+
+MAX_SAMPLES_A_KIND = 4
+"""With two kinds at most in one worker, a report carries eight."""
+
+
+class StepSamples:
+    """Keeps the latest samples of each kind until they are reported. Engine thread only."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Has none."""
+        self._clock = clock
+        self._since_s = 0.0
+        """Since when the oldest step in flight has had the device."""
+        self._num_in_flight = 0
+        self._num_reports = 0
+        self._prefills: deque[types_pb2.StepSample] = deque(maxlen=MAX_SAMPLES_A_KIND)
+        self._decodes: deque[types_pb2.StepSample] = deque(maxlen=MAX_SAMPLES_A_KIND)
+
+    def note_launch(self) -> None:
+        """Notes that a step is launched now."""
+        if not self._num_in_flight:
+            self._since_s = self._clock.now()
+        self._num_in_flight += 1
+
+    def note_end(self, plan: StepPlan) -> None:
+        """Notes the end of the oldest step."""
+        now_s = self._clock.now()
+        seconds, self._since_s = now_s - self._since_s, now_s
+        self._num_in_flight -= 1
+        first = plan.slices[0]
+        if any(part.prompt_targets for part in plan.slices):
+            return
+        if plan.num_tokens == len(plan.slices) and first.output_index is not None:
+            decode = types_pb2.DecodeStep(
+                num_sequences=len(plan.slices), num_kv_tokens=sum(part.end for part in plan.slices)
+            )
+            self._decodes.append(types_pb2.StepSample(seconds=seconds, decode=decode))
+        elif len(plan.slices) == 1:
+            prefill = types_pb2.PrefillStep(
+                num_tokens=first.num_tokens, num_context_tokens=first.start
+            )
+            self._prefills.append(types_pb2.StepSample(seconds=seconds, prefill=prefill))
+
+    def report_into(
+        self, load: types_pb2.WorkerLoad, transfers: deque[tuple[int, float]] | None = None
+    ) -> None:
+        """Numbers a report, and moves all samples into it: of steps, and (bytes, seconds)."""
+        self._num_reports += 1
+        load.report = self._num_reports
+        for steps in (self._prefills, self._decodes):
+            load.samples.extend(steps)
+            steps.clear()
+        while transfers:
+            num_bytes, seconds = transfers.popleft()
+            transfer = types_pb2.Transfer(num_bytes=num_bytes)
+            load.samples.append(types_pb2.StepSample(seconds=seconds, transfer=transfer))
+
+
+class SampledRunner:
+    """A `StepRunner` whose steps are timed."""
+
+    def __init__(self, runner: StepRunner, samples: StepSamples) -> None:
+        """Wraps a runner."""
+        self._runner = runner
+        self._samples = samples
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """As of the runner."""
+        return self._runner.max_steps_in_flight
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Launches a step; one that is computed here and now is timed from before that."""
+        self._samples.note_launch()
+        return self._runner.launch(plan)

@@ -1,0 +1,49 @@
+"""Cache events of many workers on their way to the index, which takes them in batches. Pure."""
+
+from dataclasses import dataclass, field
+
+from pdserve.request import WorkerId
+from router.granule_table import Keys
+from router.holder_sets import Bits
+from router.prefix_index import PrefixIndex
+
+MAX_BATCH = 1 << 13
+"""Keys that the index takes at once: under 10 ms of the event loop."""
+
+
+@dataclass(slots=True)
+class EventQueue:
+    """Keeps the order of each worker's events; that of different workers does not matter."""
+
+    index: PrefixIndex
+    num_waiting: int = 0
+    """Keys."""
+    _events: list[tuple[WorkerId, Keys, Bits]] = field(default_factory=list)
+
+    def put(self, worker_id: WorkerId, keys: Keys, is_removed: Bits) -> None:
+        """Adds a worker's events."""
+        if len(keys):
+            self._events.append((worker_id, keys, is_removed))
+            self.num_waiting += len(keys)
+
+    def begin_snapshot(self, worker_id: WorkerId) -> None:
+        """Voids all that is known of a worker, what waits here included."""
+        self.discard(worker_id)
+        self.index.begin_snapshot(worker_id)
+
+    def discard(self, worker_id: WorkerId) -> None:
+        """Drops what waits of a worker."""
+        self._events = [event for event in self._events if event[0] != worker_id]
+        self.num_waiting = sum(len(event[1]) for event in self._events)
+
+    def flush(self) -> None:
+        """Hands one batch, the oldest, to the index."""
+        size, count = 0, 0
+        while count < len(self._events) and (count == 0 or size < MAX_BATCH):
+            size += len(self._events[count][1])
+            count += 1
+        batch, self._events = self._events[:count], self._events[count:]
+        self.num_waiting -= size
+        if batch:
+            worker_ids, keys, removed = zip(*batch, strict=True)
+            self.index.apply(worker_ids, keys, removed)

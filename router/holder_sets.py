@@ -1,0 +1,316 @@
+"""Sets of worker rows, each named by 32 bits: the one row itself, a short list, or a bit map.
+
+    kind 0: the row of the only worker     kinds 1, 2: a list of up to 4 or 16 rows     kind 3: bits
+
+All calls work on arrays; of the sets in one call, no two are the same stored set.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.uint16]
+Sets = NDArray[np.uint32]
+Slots = NDArray[np.int64]
+Bits = NDArray[np.bool_]
+
+MAX_ROWS = 0xFFFF
+_NOBODY = 0xFFFF
+_KIND_SHIFT = 28
+_SLOT_MASK = (1 << _KIND_SHIFT) - 1
+_LIST_SIZES = {1: 4, 2: 16}
+_MAP = 3
+_SHRINKS_AT = {2: 2, _MAP: 8}
+"""So many members move to the kind before: half of what it holds, so that few go back and forth."""
+_FIRST_WORDS = 16
+
+
+class _Slab:
+    """Stored sets of one size, with a stack of those that are free."""
+
+    def __init__(self, width: int, fill: np.uint16 | np.uint64) -> None:
+        self._fill = fill
+        self.items: NDArray[Any] = np.full((0, width), fill)
+        """[slots, width], of the type of `fill`."""
+        self._freed = np.zeros(0, np.uint32)
+        self._num_freed = 0
+        self._num_made = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.items.nbytes + self._freed.nbytes)
+
+    def take(self, count: int) -> Slots:
+        """Returns free slots, emptied."""
+        num_reused = min(count, self._num_freed)
+        self._num_freed -= num_reused
+        reused = self._freed[self._num_freed : self._num_freed + num_reused].astype(np.int64)
+        end = self._num_made + count - num_reused
+        if end > len(self.items):
+            assert end <= _SLOT_MASK, "the index is full"
+            self.items = _lengthen(self.items, max(end, len(self.items) * 5 // 4))
+        slots = np.concatenate((reused, np.arange(self._num_made, end)))
+        self._num_made = end
+        self.items[slots] = self._fill
+        return slots
+
+    def give(self, slots: Slots) -> None:
+        """Takes slots back."""
+        end = self._num_freed + len(slots)
+        if end > len(self._freed):
+            self._freed = _lengthen(self._freed, max(end, len(self._freed) * 5 // 4))
+        self._freed[self._num_freed : end] = slots
+        self._num_freed = end
+
+    def widen(self, width: int) -> None:
+        added = np.full((len(self.items), width - self.items.shape[1]), self._fill)
+        self.items = np.concatenate((self.items, added), axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What is left of sets that lost rows."""
+
+    sets: Sets
+    num_removed: NDArray[np.int64]
+    is_empty: Bits
+    """Nobody is left: the set is gone."""
+
+
+class HolderSets:
+    """Stores all sets of an index."""
+
+    def __init__(self) -> None:
+        """Stores nothing."""
+        self._lists = {kind: _Slab(size, np.uint16(_NOBODY)) for kind, size in _LIST_SIZES.items()}
+        self._maps = _Slab(_FIRST_WORDS, np.uint64(0))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the stored sets."""
+        return self._maps.num_bytes + sum(slab.num_bytes for slab in self._lists.values())
+
+    @property
+    def num_words(self) -> int:
+        """Of 64 rows, in a bit map."""
+        return int(self._maps.items.shape[1])
+
+    def admit(self, row: int) -> None:
+        """Makes room for rows up to this one."""
+        assert row < MAX_ROWS
+        if row >= 64 * self.num_words:
+            self._maps.widen(max(row // 64 + 1, 2 * self.num_words))
+
+    def add(self, sets: Sets, rows: Rows) -> tuple[Sets, Bits]:
+        """Adds a row to each set; returns the sets, and for which of them the row was new."""
+        result, is_new = sets.copy(), np.zeros(len(sets), np.bool_)
+        kinds = sets >> _KIND_SHIFT
+        where = np.flatnonzero((kinds == 0) & (sets != rows))
+        if len(where):
+            slots = self._lists[1].take(len(where))
+            self._lists[1].items[slots, 0] = sets[where]
+            self._lists[1].items[slots, 1] = rows[where]
+            result[where] = _name(1, slots)
+            is_new[where] = True
+        for kind in _LIST_SIZES:
+            where = np.flatnonzero(kinds == kind)
+            if len(where):
+                is_new[where] = self._add_to_lists(kind, where, sets, rows, result)
+        where = np.flatnonzero(kinds == _MAP)
+        if len(where):
+            slots = (sets[where] & _SLOT_MASK).astype(np.int64)
+            words, bits = _bits_of(rows[where])
+            is_new[where] = (self._maps.items[slots, words] & bits) == 0
+            self._maps.items[slots, words] |= bits
+        return result, is_new
+
+    def _add_to_lists(
+        self, kind: int, where: Slots, sets: Sets, rows: Rows, result: Sets
+    ) -> NDArray[np.bool_]:
+        slab = self._lists[kind]
+        slots = (sets[where] & _SLOT_MASK).astype(np.int64)
+        members = slab.items[slots]
+        added = rows[where]
+        is_new: Bits = ~(members == added[:, None]).any(axis=1)
+        is_free = members == _NOBODY
+        has_room = is_free.any(axis=1)
+        fits = is_new & has_room
+        slab.items[slots[fits], is_free[fits].argmax(axis=1)] = added[fits]
+        grows = is_new & ~has_room
+        if grows.any():
+            more = np.concatenate((members[grows], added[grows, None]), axis=1)
+            slab.give(slots[grows])
+            result[where[grows]] = self._store(kind + 1, more)
+        return is_new
+
+    def remove(self, sets: Sets, rows: Rows) -> Removal:
+        """Removes a row from each set; some do not have it."""
+        loss = Removal(sets.copy(), np.zeros(len(sets), np.int64), np.zeros(len(sets), np.bool_))
+        kinds = sets >> _KIND_SHIFT
+        self._lose_singles((kinds == 0) & (sets == rows), loss)
+        for kind, slab in self._lists.items():
+            where = np.flatnonzero(kinds == kind)
+            if len(where):
+                slots = (sets[where] & _SLOT_MASK).astype(np.int64)
+                members = slab.items.take(slots, axis=0)
+                self._lose_members(kind, where, members == rows[where, None], loss)
+        where = np.flatnonzero(kinds == _MAP)
+        if len(where):
+            words, bits = _bits_of(rows[where])
+            lost = np.zeros((len(where), self.num_words), np.uint64)
+            lost[np.arange(len(where)), words] = bits
+            self._lose_bits(where, lost, loss)
+        return loss
+
+    def remove_all(self, sets: Sets, rows: Rows) -> Removal:
+        """Removes all of these rows from every set."""
+        loss = Removal(sets.copy(), np.zeros(len(sets), np.int64), np.zeros(len(sets), np.bool_))
+        is_lost = np.zeros(MAX_ROWS + 1, np.bool_)
+        is_lost[rows] = True
+        kinds = sets >> _KIND_SHIFT
+        self._lose_singles((kinds == 0) & is_lost[sets & MAX_ROWS], loss)
+        for kind, slab in self._lists.items():
+            where = np.flatnonzero(kinds == kind)
+            if len(where):
+                slots = (sets[where] & _SLOT_MASK).astype(np.int64)
+                self._lose_members(kind, where, is_lost[slab.items.take(slots, axis=0)], loss)
+        where = np.flatnonzero(kinds == _MAP)
+        if len(where):
+            flags = np.packbits(is_lost[: 64 * self.num_words], bitorder="little")
+            self._lose_bits(where, flags.view("<u8")[None, :], loss)
+        return loss
+
+    @staticmethod
+    def _lose_singles(is_lost: Bits, loss: Removal) -> None:
+        loss.num_removed[is_lost] = 1
+        loss.is_empty[is_lost] = True
+
+    def _lose_members(self, kind: int, where: Slots, is_lost: Bits, loss: Removal) -> None:
+        loses = is_lost.any(axis=1)
+        where, is_lost = where[loses], is_lost[loses]
+        slots = (loss.sets[where] & _SLOT_MASK).astype(np.int64)
+        slab = self._lists[kind]
+        members = slab.items.take(slots, axis=0)
+        members[is_lost] = _NOBODY
+        slab.items[slots] = members
+        loss.num_removed[where] = is_lost.sum(axis=1)
+        counts = (members != _NOBODY).sum(axis=1)
+        loss.is_empty[where] = counts == 0
+        is_single = counts == 1
+        # The greatest number stands for nobody, so the one that is left is the least.
+        loss.sets[where[is_single]] = members[is_single].min(axis=1, initial=_NOBODY)
+        shrinks = (counts > 1) & (counts <= _SHRINKS_AT.get(kind, 0))
+        if shrinks.any():
+            kept = np.sort(members[shrinks], axis=1)[:, : _LIST_SIZES[kind - 1]]
+            loss.sets[where[shrinks]] = self._store(kind - 1, kept)
+        slab.give(slots[(counts < 2) | shrinks])
+
+    def _lose_bits(self, where: Slots, lost: NDArray[np.uint64], loss: Removal) -> None:
+        slots = (loss.sets[where] & _SLOT_MASK).astype(np.int64)
+        before = self._maps.items.take(slots, axis=0)
+        after = before & ~lost
+        self._maps.items[slots] = after
+        counts = np.bitwise_count(after).sum(axis=1, dtype=np.int64)
+        loss.num_removed[where] = np.bitwise_count(before).sum(axis=1, dtype=np.int64) - counts
+        loss.is_empty[where] = counts == 0
+        shrinks = (counts <= _SHRINKS_AT[_MAP]) & (counts > 0)
+        index, rows = unpack_maps(after[shrinks])
+        kept = np.full((int(shrinks.sum()), _LIST_SIZES[2]), _NOBODY, np.uint16)
+        kept[index, np.arange(len(index)) - np.searchsorted(index, index)] = rows
+        if len(kept):
+            loss.sets[where[shrinks]] = self._store(2, kept)
+        self._maps.give(slots[shrinks | (counts == 0)])
+
+    def _store(self, kind: int, members: Rows) -> Sets:
+        if kind != _MAP:
+            slots = self._lists[kind].take(len(members))
+            self._lists[kind].items[slots, : members.shape[1]] = members
+        else:
+            slots = self._maps.take(len(members))
+            for column in members.T:
+                words, bits = _bits_of(column)
+                self._maps.items[slots, words] |= bits
+        return _name(kind, slots)
+
+    def few_in(self, one: int) -> Slots | None:
+        """Returns the rows of a set of at most four; None: there are more, or may be."""
+        kind = one >> _KIND_SHIFT
+        if kind == 0:
+            return np.array([one])
+        if kind > 1:
+            return None
+        members: Slots = self._lists[kind].items[one & _SLOT_MASK].astype(np.int64)
+        few: Slots = members[members != _NOBODY]
+        return few
+
+    def contain(self, sets: Sets, row: int) -> Bits:
+        """Says which of the sets have a row."""
+        kinds = sets >> _KIND_SHIFT
+        result: Bits = sets == row
+        for kind, slab in self._lists.items():
+            where = np.flatnonzero(kinds == kind)
+            if len(where):
+                members = slab.items.take((sets[where] & _SLOT_MASK).astype(np.int64), axis=0)
+                # Four flags are compared at once: an `any` over so short an axis takes longer.
+                words = (members == row).view(np.uint32)
+                result[where] = words[:, 0] != 0 if kind == 1 else words.any(axis=1)
+        where = np.flatnonzero(kinds == _MAP)
+        if len(where):
+            words = self._maps.items[:, row >> 6].take((sets[where] & _SLOT_MASK).astype(np.int64))
+            result[where] = words >> np.uint64(row & 63) & np.uint64(1)
+        return result
+
+    def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
+        """Returns the sets as bit maps, [number, words]."""
+        is_map = sets >> _KIND_SHIFT == _MAP
+        maps: NDArray[np.uint64]
+        if is_map.any():
+            maps = self._maps.items.take((sets & _SLOT_MASK) * is_map, axis=0)
+        else:
+            maps = np.zeros((len(sets), self.num_words), np.uint64)
+        others = np.flatnonzero(~is_map)
+        if len(others):
+            maps[others] = 0
+            self._fill_maps(maps.reshape(-1), others * self.num_words, sets[others])
+        return maps
+
+    def _fill_maps(self, flat: NDArray[np.uint64], starts: Slots, sets: Sets) -> None:
+        """Sets the bits of sets that are no maps, in the maps that begin at `starts`."""
+        kinds = sets >> _KIND_SHIFT
+        where = np.flatnonzero(kinds == 0)
+        words, bits = _bits_of(sets[where])
+        flat[starts[where] + words] = bits
+        for kind, slab in self._lists.items():
+            where = np.flatnonzero(kinds == kind)
+            if len(where):
+                members = slab.items.take(sets[where] & _SLOT_MASK, axis=0)
+                at = np.flatnonzero(members != _NOBODY)
+                words, bits = _bits_of(members.reshape(-1)[at])
+                # No bit comes twice, so that adding is joining; add.at is the quick one of the two.
+                np.add.at(flat, starts[where[at // _LIST_SIZES[kind]]] + words, bits)
+
+
+def unpack_maps(maps: NDArray[np.uint64]) -> tuple[Slots, Slots]:
+    """Returns, for each bit that is set, the index of its map and its row, in order."""
+    flat = maps.reshape(-1)
+    where = np.flatnonzero(flat != 0)
+    octets = flat[where].astype("<u8", copy=False).view(np.uint8)
+    bits = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
+    index, word = np.divmod(where[bits >> 6], maps.shape[1])
+    return index, word * 64 + (bits & 63)
+
+
+def _bits_of(rows: NDArray[np.uint16] | Sets) -> tuple[Slots, NDArray[np.uint64]]:
+    return (rows >> 6).astype(np.int64), np.uint64(1) << (rows & 63).astype(np.uint64)
+
+
+def _name(kind: int, slots: Slots) -> Sets:
+    return (slots | kind << _KIND_SHIFT).astype(np.uint32)
+
+
+def _lengthen(old: NDArray[Any], length: int) -> NDArray[Any]:
+    new = np.zeros((length, *old.shape[1:]), old.dtype)
+    new[: len(old)] = old
+    return new

@@ -1,0 +1,108 @@
+"""Where requests wait for their turn: at the router, as long as workers have enough to do.
+
+What was sent to a worker cannot be overtaken, so no more is sent ahead than keeps workers busy: the
+rest waits here, where priorities and fairness between tenants count. When nobody waits and there
+is room, a request goes on at once.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pdserve.request import Role
+from pdserve.timeline import Clock
+from router.fair_queue import FairQueue
+from router.load_book import LoadBook
+
+STEPS_AHEAD = 2.0
+"""So many full steps of work are sent to a worker ahead."""
+PROMPTS_AHEAD = 2.0
+"""And so many prompts, however long."""
+LOOK_AGAIN_S = 0.05
+"""Workers that come make room as well, and do not say so here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What decides when a request's turn comes."""
+
+    tenant: str
+    priority: int
+    cost: int
+    """Uncached tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    granted: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class WaitingRoom:
+    """Grants turns. One event loop."""
+
+    def __init__(self, book: LoadBook, clock: Clock) -> None:
+        """Listens to the book from now on."""
+        self._book = book
+        self._clock = clock
+        self._queue: FairQueue[_Ticket] = FairQueue()
+        self._role = Role.PREFILL
+        """Of the workers that compute prompts."""
+        self._timer: asyncio.TimerHandle | None = None
+        book.on_room = self.call
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def tokens_before(self, priority: int) -> int:
+        """Returns the uncached tokens of those that are probably served before a new request."""
+        return self._queue.tokens_before(priority)
+
+    async def wait_for_turn(self, turn: Turn, *, has_prefill_pool: bool) -> None:
+        """Returns when a request may be placed; a cancelled wait gives its turn away."""
+        role = Role.PREFILL if has_prefill_pool else Role.DECODE
+        if not self._queue and self._has_room(role):
+            return
+        self._role = role
+        ticket = _Ticket()
+        self._queue.push(
+            ticket,
+            tenant=turn.tenant,
+            priority=turn.priority,
+            cost=turn.cost,
+            now_s=self._clock.now(),
+        )
+        self._look_again()
+        try:
+            await ticket.granted
+        finally:
+            self._queue.remove(ticket)
+
+    def call(self) -> None:
+        """Calls the next one in, if there is room, and then looks again."""
+        if self._queue and self._has_room(self._role):
+            ticket = self._queue.pop(self._clock.now())
+            ticket.granted.set_result(None)
+            # Behind the turn of the task that waited: by then its work has been counted.
+            asyncio.get_running_loop().call_soon(self.call)
+
+    def _look_again(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.call()
+        if self._queue:
+            self._look_again()
+
+    def _has_room(self, role: Role) -> bool:
+        """Says whether a worker would soon be idle, or no worker is there to wait for."""
+        fleet = self._book.fleet
+        rows = fleet.usable(role, (), self._clock.now()).nonzero()[0]
+        if not len(rows):
+            return True
+        work = fleet.queue[:2, rows] + fleet.others_queue[:2, rows]
+        is_short = work[0] < PROMPTS_AHEAD
+        is_short |= work[1] < STEPS_AHEAD * fleet.chunk_tokens[rows]
+        return bool(is_short.any())

@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+
+from router.granule_table import GranuleTable, Keys
+
+
+def _check(table: GranuleTable, expected: dict[int, int], absent: Keys) -> None:
+    keys = np.array(list(expected), np.uint64)
+    is_found, slots = table.find(keys)
+    assert is_found.all()
+    assert table.values_at(slots).tolist() == list(expected.values())
+    assert not table.find(absent)[0].any()
+    assert len(table) == len(expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_table_that_grows_and_empties_holds_what_a_dict_holds(seed: int):
+    rng = np.random.default_rng(seed)
+    table, expected = GranuleTable(seed), {}
+    absent = rng.integers(1 << 62, 1 << 63, 500, np.uint64)
+    for turn in range(60):
+        keys = np.unique(rng.integers(1, 20_000, 900, np.uint64))
+        is_found, slots = table.find(keys)
+        assert is_found.tolist() == [int(key) in expected for key in keys]
+        if turn % 3 == 2:
+            table.delete(slots[is_found])
+            for key in keys[is_found].tolist():
+                del expected[key]
+        else:
+            values = rng.integers(0, 1 << 32, len(keys), np.uint32)
+            table.set_values(slots[is_found], values[is_found])
+            table.insert(keys[~is_found], values[~is_found])
+            expected.update(zip(keys.tolist(), values.tolist(), strict=True))
+        _check(table, expected, absent)
+
+
+def test_many_keys_at_once_fill_the_table_well():
+    keys = np.random.default_rng(1).integers(1, 1 << 64, 200_000, np.uint64)
+    table = GranuleTable()
+    for part in np.array_split(keys, 50):
+        table.insert(part, (part & np.uint64(0xFFFF)).astype(np.uint32))
+    is_found, slots = table.find(keys)
+    assert is_found.all()
+    assert (table.values_at(slots) == (keys & np.uint64(0xFFFF))).all()
+    assert table.num_bytes / len(table) < 20
+
+
+def test_keys_that_all_fall_into_one_segment_are_held_too():
+    table = GranuleTable(5)
+    keys = np.random.default_rng(2).integers(1, 1 << 64, 400_000, np.uint64)
+    crowded = keys[table._segments_of(keys) == 7]
+    table.insert(crowded, np.arange(len(crowded), dtype=np.uint32))
+    _check(table, {int(key): value for value, key in enumerate(crowded)}, keys[:1] + np.uint64(1))
+
+
+def test_segments_name_every_key_once():
+    table = GranuleTable()
+    keys = np.arange(1, 5001, dtype=np.uint64)
+    table.insert(keys, keys.astype(np.uint32))
+    slots = np.concatenate([table.segment(each) for each in range(table.num_segments)])
+    assert sorted(table.values_at(slots).tolist()) == keys.tolist()

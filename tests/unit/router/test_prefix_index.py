@@ -1,0 +1,318 @@
+"""The index against plain sets, and what placements alone tell it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.cache.cache_events import CacheEventLog
+from pdserve.cache.cached_granules import GranuleChange
+from pdserve.face.cache_streams import encode_piece
+from pdserve.request import Incarnation, WorkerId
+from pdserve.rpc.v1 import worker_pb2
+from pdserve.timeline import ManualClock
+from router.cache_feed import CacheFeed, Taken
+from router.event_queue import EventQueue
+from router.prefix_index import HINT_S, PrefixIndex
+
+A, B, C = (WorkerId(name) for name in "abc")
+
+
+def _tell(index: PrefixIndex, worker_id: WorkerId, *keys: int, removed: bool = False) -> None:
+    array = np.array(keys, np.uint64)
+    index.apply([worker_id], [array], [np.full(len(array), removed)])
+
+
+def _expected(held: dict[WorkerId, set[int]], keys: list[int]) -> dict[WorkerId, int]:
+    lengths = {}
+    for worker_id, has in held.items():
+        length = next((i for i, key in enumerate(keys) if key not in has), len(keys))
+        if length:
+            lengths[worker_id] = length
+    return lengths
+
+
+_IDS = st.sampled_from([WorkerId(f"w{i}") for i in range(30)])
+_KEYS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(["store", "store", "remove", "forget", "snapshot"]), _IDS, _KEYS),
+    max_size=60,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_STEPS)
+def test_the_index_answers_as_sets_would(steps):
+    index = PrefixIndex(seed=3)
+    held: dict[WorkerId, set[int]] = {}
+    for what, worker_id, keys in steps:
+        # 0 and 1 are one key to the index.
+        keys = [key + 1 for key in keys]
+        if what == "forget":
+            index.forget(worker_id)
+            held.pop(worker_id, None)
+        elif what == "snapshot" or worker_id not in held:
+            index.begin_snapshot(worker_id)
+            held[worker_id] = set()
+        elif what == "store":
+            _tell(index, worker_id, *keys)
+            held[worker_id] |= set(keys)
+        else:
+            _tell(index, worker_id, *keys, removed=True)
+            held[worker_id] -= set(keys)
+        query = list(range(keys[0], 14))
+        assert index.match(query) == _expected(held, query)
+    for first in range(1, 14):
+        query = list(range(first, 14))
+        assert index.match(query) == _expected(held, query)
+    while index.sweep():
+        pass
+    assert len(index) == sum(map(len, held.values()))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 17, 40, 1100])
+def test_sets_of_any_size_are_kept_and_taken_apart_again(num_workers: int):
+    index = PrefixIndex()
+    workers = [WorkerId(f"w{i}") for i in range(num_workers)]
+    for worker_id in workers:
+        index.begin_snapshot(worker_id)
+        _tell(index, worker_id, 7, 8, 9)
+    for number, worker_id in enumerate(workers):
+        _tell(index, worker_id, *([8, 9] if number % 2 else [9]), removed=True)
+    assert index.match([7, 8, 9]) == {w: 1 if i % 2 else 2 for i, w in enumerate(workers)}
+    for worker_id in workers:
+        _tell(index, worker_id, 7, 8, 9, removed=True)
+    assert (index.match([7]), len(index)) == ({}, 0)
+
+
+def test_events_of_many_workers_in_one_batch_count_in_each_one_s_order():
+    index = PrefixIndex()
+    for worker_id in (A, B):
+        index.begin_snapshot(worker_id)
+    keys = [np.array(each, np.uint64) for each in ([1, 2, 2], [2, 1, 1, 1], [3])]
+    removed = [
+        np.array(each) for each in ([False, False, True], [False, False, True, False], [False])
+    ]
+    index.apply([A, B, A], keys, removed)
+    assert index.match([1, 2, 3]) == {A: 1, B: 2}
+    assert index.match([3]) == {A: 1}
+
+
+def test_a_worker_has_the_row_that_its_caller_gave_it_for_all_its_snapshots():
+    index = PrefixIndex()
+    index.join(A, 12)
+    for _ in range(3):
+        index.begin_snapshot(A)
+        _tell(index, A, 1, 2)
+    rows, lengths = index.match_rows([1, 2, 3])
+    assert (rows.tolist(), lengths.tolist()) == ([12], [2])
+    assert [index.join(each) for each in (B, C, A)] == [0, 1, 12]
+    index.forget(A)
+    assert index.match_rows([1])[0].tolist() == []
+
+
+def test_what_was_just_placed_counts_until_it_is_too_old():
+    clock = ManualClock()
+    index = PrefixIndex(clock=clock)
+    index.begin_snapshot(A)
+    index.add(A, [1, 2, 3])
+    clock.advance(HINT_S - 1)
+    assert index.match([1, 2, 3]) == {A: 3}
+    clock.advance(1)
+    assert index.match([1, 2, 3]) == {}
+    assert len(index) == 0
+
+
+def test_a_hint_that_the_worker_confirmed_stays_until_the_worker_takes_it_back():
+    clock = ManualClock()
+    index = PrefixIndex(clock=clock)
+    index.begin_snapshot(A)
+    index.add(A, [1, 2, 3])
+    _tell(index, A, 1, 2)
+    clock.advance(HINT_S)
+    assert index.match([1, 2, 3]) == {A: 2}
+    _tell(index, A, 2, removed=True)
+    assert index.match([1, 2, 3]) == {A: 1}
+
+
+def test_placing_again_what_a_worker_holds_makes_no_hint_that_outlives_its_eviction():
+    index = PrefixIndex(clock=ManualClock())
+    index.begin_snapshot(A)
+    _tell(index, A, 1, 2)
+    index.add(A, [1, 2, 3])
+    _tell(index, A, 2, 1, removed=True)
+    assert index.match([1, 2, 3]) == {}
+
+
+def test_a_hint_given_again_ages_from_then_on():
+    clock = ManualClock()
+    index = PrefixIndex(clock=clock)
+    index.begin_snapshot(A)
+    index.add(A, [1, 2])
+    clock.advance(HINT_S / 2)
+    index.add(A, [1])
+    clock.advance(HINT_S / 2)
+    assert index.match([1, 2]) == {A: 1}
+
+
+def test_an_unwatched_worker_is_known_from_placements_which_do_not_age():
+    clock = ManualClock()
+    index = PrefixIndex(clock=clock)
+    index.add(A, [1, 2])
+    clock.advance(100 * HINT_S)
+    assert index.match([1, 2]) == {A: 2}
+    _tell(index, A, 1, removed=True)
+    assert index.match([1, 2]) == {A: 2}
+    index.begin_snapshot(A)
+    assert index.match([1, 2]) == {}
+
+
+def test_hints_of_a_hot_prefix_are_tidied_up():
+    index = PrefixIndex()
+    for _ in range(3000):
+        index.add(A, [1, 2, 3])
+    assert sum(len(hint.keys) for hint in index._learnt) < 5000
+    assert index.match([1, 2, 3]) == {A: 3}
+
+
+def test_a_place_is_used_again_once_it_is_swept():
+    index = PrefixIndex()
+    for _ in range(500):
+        index.begin_snapshot(A)
+        _tell(index, A, 1, 2)
+        while index.sweep():
+            pass
+    assert index._num_places <= 3
+    assert len(index) == 2
+
+
+class World:
+    """One worker, and a network that loses, repeats and delays what it says to one router."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.queue = EventQueue(self.index)
+        self.held: set[int] = set()
+        self.epoch = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.held.clear()
+        self.log = CacheEventLog(8)
+        self.queue.discard(A)
+        self.index.forget(A)
+        self.feed = CacheFeed(self.queue, A, Incarnation(self.epoch))
+        self.subscribe()
+
+    def restart_router(self) -> None:
+        self.index = PrefixIndex()
+        self.queue = EventQueue(self.index)
+        self.feed = CacheFeed(self.queue, A, Incarnation(self.epoch))
+        self.subscribe()
+
+    def change(self, keys: list[int]) -> None:
+        changes = [GranuleChange(key, key in self.held) for key in dict.fromkeys(keys)]
+        self.held ^= set(keys)
+        self.log.append(changes)
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.log.clear()
+
+    def subscribe(self) -> None:
+        self.position = self.feed.next_sequence
+
+    def send(self) -> list[worker_pb2.CacheBatch]:
+        """Returns what the worker says next."""
+        if self.log.has(self.position):
+            pieces = [self.log.read(self.position, 3)]
+            self.position += len(pieces[0].keys)
+        else:
+            pieces = list(self.log.snapshot(3))
+            self.position = pieces[0].first_sequence
+        return [encode_piece(Incarnation(self.epoch), piece) for piece in pieces]
+
+    def deliver(self, batches: list[worker_pb2.CacheBatch]) -> None:
+        for batch in batches:
+            if self.feed.take(batch) is not Taken.FOLLOWED:
+                self.subscribe()
+            self.queue.flush()
+
+    def settle(self) -> None:
+        """Lets the network behave."""
+        self.subscribe()
+        for _ in range(60):
+            self.deliver(self.send())
+        while self.queue.num_waiting:
+            self.queue.flush()
+
+
+_FATES = st.sampled_from(["pass", "pass", "drop", "repeat", "reorder", "keep"])
+_MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("change"), st.lists(st.integers(1, 15), min_size=1, max_size=6)),
+        st.tuples(st.just("send"), _FATES),
+        st.tuples(st.sampled_from(["restart", "restart_router", "clear", "late"]), st.none()),
+    ),
+    max_size=50,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_MOVES)
+def test_C12_after_losses_repeats_and_restarts_the_index_is_what_the_worker_holds(moves):
+    world = World()
+    kept: list[worker_pb2.CacheBatch] = []
+    for what, detail in moves:
+        if what == "change":
+            world.change(detail)
+        elif what == "send":
+            batches = world.send()
+            if detail == "keep":
+                kept += batches
+            elif detail == "reorder":
+                world.deliver(batches[::-1])
+            elif detail != "drop":
+                world.deliver(batches * (2 if detail == "repeat" else 1))
+        elif what == "late":
+            world.deliver(kept)
+        else:
+            faults = {
+                "restart": world.restart,
+                "restart_router": world.restart_router,
+                "clear": world.clear,
+            }
+            faults[what]()
+    world.settle()
+    for key in range(1, 16):
+        assert world.index.match([key]) == ({A: 1} if key in world.held else {})
+
+
+def test_C12_a_gap_is_told_and_filled_from_where_it_began():
+    world = World()
+    world.settle()
+    world.change([1])
+    world.send()
+    world.change([2])
+    (late,) = world.send()
+    assert world.feed.take(late) is Taken.GAP
+    world.settle()
+    assert world.index.match([1]) == world.index.match([2]) == {A: 1}
+    assert world.feed.next_sequence == 3
+
+
+def test_C12_a_snapshot_without_one_of_its_parts_is_not_taken_for_whole():
+    world = World()
+    world.change(list(range(1, 9)))
+    world.position = 0
+    first, _, last = world.send()
+    assert world.feed.take(first) is Taken.FOLLOWED
+    assert world.feed.take(last) is Taken.GAP
+    assert world.feed.next_sequence == 0
+
+
+def test_a_message_of_another_life_is_refused():
+    world = World()
+    batch = worker_pb2.CacheBatch(epoch=99, first_sequence=1, keys=[1])
+    assert world.feed.take(batch) is Taken.WRONG_EPOCH
