@@ -61,7 +61,7 @@ def test_twenty_seconds_of_chat_are_counted_as_the_router_counts_them(
 
 @pytest.mark.parametrize("scenario", ["long-document", "shared-prompt", "agent-tree", "bursts"])
 def test_each_scenario_runs_without_a_failure(cluster: ClusterHarness, scenario: str) -> None:
-    flags = ["--scenario", scenario, "--run-time", "3s", "--min-requests", "1"]
+    flags = ["--scenario", scenario, "--run-time", "6s", "--min-requests", "1"]
     status, figures, errors = run_locust(cluster, *LENIENT, *flags)
     assert status == 0, errors[-4000:]
     assert figures["requests"] >= 1
@@ -88,7 +88,7 @@ def test_a_trace_is_replayed_whole_at_its_own_times(
 
 
 def test_a_threshold_that_is_missed_fails_the_run_and_is_named(cluster: ClusterHarness) -> None:
-    flags = ["--slo-ttft-ms", "0.001", "--run-time", "3s", "--min-requests", "1"]
+    flags = ["--slo-ttft-ms", "0.001", "--run-time", "6s", "--min-requests", "1"]
     status, figures, errors = run_locust(cluster, *flags)
     assert status == 1
     assert figures["good"] == 0
