@@ -186,10 +186,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GetServerInfoResponse:
         """Describes this front and the pools it can use now."""
         calls, traffic = self._dispatcher.calls(), self._dispatcher.traffic
+        now_s = self._clock.now()
         return inference_pb2.GetServerInfoResponse(
             version=self._identity.version,
             front_id=self._identity.front_id,
-            uptime_s=self._clock.now() - self._identity.started_at_s,
+            uptime_s=now_s - self._identity.started_at_s,
             num_prefill=self._pool.num_available(Role.PREFILL),
             num_decode=self._pool.num_available(Role.DECODE),
             requests_in_flight=self._dispatcher.num_in_flight,
@@ -198,7 +199,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             prompt_tokens=traffic.uncached_tokens,
             output_tokens=self._dispatcher.num_output_tokens,
             waiting_tokens=sum(c.request.num_prompt_tokens for c in calls if c.waiting),
-            oldest_wait_s=self._clock.now() - min(_untold_since(calls), default=self._clock.now()),
+            oldest_wait_s=now_s - min(_untold_since(calls), default=now_s),
         )
 
     async def GetLoads(
