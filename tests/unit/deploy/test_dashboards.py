@@ -6,15 +6,20 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
 from pdserve.face.collector import WorkerCollector
+from pdserve.request import FrontId
+from router.cache_watch import CacheWatch
+from router.index_metrics import IndexCollector
 from router.metrics import RouterMetrics
 from router.openai.metrics import HttpMetrics
+from router.prefix_index import PrefixIndex
+from router.worker_pool import WorkerPool
 from tests.support.manifests import DEPLOY, parse_documents, pods
 
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "pdserve.json").read_text("utf-8"))
@@ -24,6 +29,7 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 NAME = re.compile(r"\b(?:vllm:|pdserve_)[a-z0-9_]+")
 LABELS = {
     *("model_name", "engine", "role", "cause", "path", "reason", "finished_reason", "transport"),
+    *("worker_class", "kind", "unit"),
     *("le", "job", "pod"),
 }
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here")
@@ -34,6 +40,10 @@ def series() -> set[str]:
     registry = CollectorRegistry()
     RouterMetrics(registry, "m")
     HttpMetrics(registry, ["/health"])
+    index = PrefixIndex()
+    # Nobody is watched, so the pool is not asked.
+    watch = CacheWatch(cast("WorkerPool", None), index, FrontId("front"))
+    registry.register(IndexCollector("m", index, watch))
     families = [*registry.collect(), *WorkerCollector("m", "decode-0", "decode").collect()]
     return {
         f"{family.name}{suffix}" for family in families for suffix in SUFFIXES[family.type]
