@@ -237,9 +237,9 @@ def test_pool_stays_within_its_range() -> None:
     assert Clocked().see(*loaded, PAIR[1], seconds=20) == []
 
 
-def test_pool_above_its_range_is_not_grown_but_shrinks_in_time() -> None:
+def test_pool_above_its_range_shrinks_to_it_at_once_and_is_not_grown() -> None:
     many = [worker(f"decode-{i}", num_running=60, used_blocks=100) for i in range(9)]
-    assert Clocked().see(PAIR[0], *many, seconds=20) == []
+    assert kinds(Clocked().see(PAIR[0], *many)) == [("shrink", Role.DECODE, 8)]
 
 
 def test_full_house_flips_a_replica_that_the_other_pool_can_spare() -> None:
