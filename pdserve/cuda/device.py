@@ -4,16 +4,23 @@ On the CPU the same code runs without them, kernels in Triton's interpreter: so 
 tested where there is no GPU.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+import triton
 from torch import Tensor
 
 from pdserve.errors import ConfigError
+from pdserve.kernels.gluon_version import has_known_gluon
+
+logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
+HOPPER = 9
+"""Its major capability; the streamed kernels are for it alone."""
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 """From here on a kernel may start while the one before it drains."""
 
@@ -63,6 +70,12 @@ class Device:
                 f"{torch.cuda.get_device_name(device)} has {capability}"
             )
         self.has_dependent_launch = capability >= DEPENDENT_LAUNCH_CAPABILITY
+        if capability[0] == HOPPER and not has_known_gluon():
+            logger.warning(
+                "this version of Triton is not one that the streamed kernels are written for: "
+                "products and decode attention use slower ones",
+                extra={"triton": triton.__version__},
+            )
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.torch_device = device

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pdserve.kernels.gluon_version import has_known_gluon
 from pdserve.kernels.product_cache import kernel_version, read_table, table_path, write_table
 from pdserve.kernels.product_choices import ProductDevice
 from pdserve.kernels.product_plan import ProductPlan
@@ -185,7 +186,9 @@ def make_product_table(
     properties = torch.cuda.get_device_properties(first.device)
     device = ProductDevice(
         num_sms=properties.multi_processor_count,
-        has_streamed=properties.major == 9 and first.dtype in (torch.bfloat16, torch.float16),
+        has_streamed=properties.major == 9
+        and has_known_gluon()
+        and first.dtype in (torch.bfloat16, torch.float16),
     )
     name = (
         f"{properties.name}, {first.dtype}, torch {torch.__version__}, "

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pdserve.kernels.decode_scratch import DecodeScratch
+from pdserve.kernels.gluon_version import has_known_gluon
 from pdserve.kernels.streamed_decode import streamed_decode_kernel
 
 LOG2_E = 1.4426950408889634
@@ -51,7 +52,9 @@ class StreamTuning:
 
 def can_stream(q_MHD: Tensor, keys_SJD: Tensor, block_size: int, queries_per_sequence: int) -> bool:
     """Says whether the kernel serves such tensors: Hopper, 16-bit floats, large enough blocks."""
-    if not q_MHD.is_cuda or torch.cuda.get_device_capability(q_MHD.device)[0] != 9:
+    if not q_MHD.is_cuda or not has_known_gluon():
+        return False
+    if torch.cuda.get_device_capability(q_MHD.device)[0] != 9:
         return False
     num_heads, head_dim = q_MHD.shape[1:]
     rows = num_heads // keys_SJD.shape[1] * queries_per_sequence

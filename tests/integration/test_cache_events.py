@@ -14,6 +14,7 @@ from pdserve.request import FrontId
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import MonotonicClock
 from router.cache_watch import CacheWatch
+from router.fleet import Fleet
 from router.load_book import LoadBook
 from router.policy import WorkerKey
 from router.prefix_index import PrefixIndex
@@ -62,7 +63,12 @@ async def new_router(cluster: ClusterHarness) -> AsyncIterator[PrefixIndex]:
     clock, index = MonotonicClock(), PrefixIndex()
     async with RedisRegistry(cluster.cluster.redis_url, NAME) as registry:
         pool = WorkerPool(
-            registry, FrontId("new"), LoadBook(), clock, silence_s=5.0, max_message_bytes=1 << 24
+            registry,
+            FrontId("new"),
+            LoadBook(Fleet(3.0), clock),
+            clock,
+            silence_s=5.0,
+            max_message_bytes=1 << 24,
         )
         pool.listen(Nobody())
         await pool.poll()

@@ -56,6 +56,7 @@ def ray_address(host: NetNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator
             raylet.stop(20.0)
 
 
+@pytest.mark.soak
 async def test_TOK_a_replica_with_a_stage_on_either_host_listens_on_the_address_of_each(
     tiny_llama_folder: Path,  # noqa: F811
     host: NetNamespace,

@@ -245,6 +245,7 @@ async def test_TOK_stages_spread_over_two_nodes_give_the_tokens_of_one_rank_and_
         cluster.stop()
 
 
+@pytest.mark.soak
 def test_each_rank_asks_for_a_gpu_and_stages_of_one_replica_get_them_on_two_nodes(
     tiny_llama_folder: Path,  # noqa: F811
     ray_nodes: RayNodes,
