@@ -8,6 +8,7 @@ later steps wait for it on the device (`scatter`), the host does not.
 import ctypes
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,6 +78,9 @@ class Packers:
         """Starts with none."""
         self._kv = kv
         self._num_programs = num_programs
+        self.launching = threading.Lock()
+        """Held around launches: of two that load the same kernel, Triton 3.6 lets the second go on
+        with nothing loaded."""
         self._made: dict[tuple[range, range, str], FramePacker] = {}
 
     def find(self, region: KvRegion) -> FramePacker:
@@ -114,7 +118,8 @@ class TrafficLane:
         self._last = None
         with torch.cuda.stream(self._stream):
             ids = self._uploads.upload(region.block_ids)
-            packer.gather(ids, tokens, frame, self._sums.cells if has_sum else None)
+            with self._packers.launching:
+                packer.gather(ids, tokens, frame, self._sums.cells if has_sum else None)
             checksum = self._sums.read() if has_sum else None
         self._uploads.note_used(self.mark())
         return checksum
@@ -131,7 +136,8 @@ class TrafficLane:
         """Computes a frame's checksum."""
         self._last = None
         with torch.cuda.stream(self._stream):
-            add_checksum(frame, self._sums.cells, num_programs=self._num_sum_programs)
+            with self._packers.launching:
+                add_checksum(frame, self._sums.cells, num_programs=self._num_sum_programs)
             return self._sums.read()
 
     def send(self, end: object, frame: Tensor) -> None:
@@ -281,7 +287,9 @@ class KvTraffic:
         packer, tokens = self._packers.find(region), tokens_of(region)
         with torch.cuda.stream(self._landing):
             frame = payload.to(self._kv.device, non_blocking=True)
-            packer.scatter(self._uploads.upload(region.block_ids), tokens, frame)
+            ids = self._uploads.upload(region.block_ids)
+            with self._packers.launching:
+                packer.scatter(ids, tokens, frame)
         mark = TrafficMark(self._landing)
         self._uploads.note_used(mark)
         self.let_steps_wait_for(mark)

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.cache.kv_frame import MAX_SCALED, PER_SCALED
+
 CHECKSUM_WORDS = 2
 """int64, modulo 2^32: the sum of a frame's words, and of each times its odd weight 2 i + 1."""
-MAX_FP8 = 448.0
 _TILE_WORDS = 4096
 _NUM_WARPS = 8
 _SIZES = ["offset", "num_tokens", "num_rows", "num_words"]
@@ -98,6 +99,7 @@ def convert_rows_kernel(
     slot_stride,
     head_stride,
     max_value,
+    per_value,
     IS_GATHER: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -123,7 +125,8 @@ def convert_rows_kernel(
             data = tl.load(block_at, mask=is_inside, other=0).to(tl.float32)
             if HAS_SCALES:
                 largest = tl.max(tl.abs(data), axis=1)
-                scale = tl.where(largest > 0, tl.div_rn(largest, max_value), 1.0)
+                scale = largest * per_value
+                scale = tl.where(scale > 0, scale, 1.0)
                 tl.store(scales_ptr + rows, scale, mask=is_row)
                 # Division may round to just above the largest value, which would become NaN.
                 data = tl.clamp(tl.div_rn(data, scale[:, None]), -max_value, max_value)
@@ -262,7 +265,8 @@ class FramePacker:
             strides[1],
             strides[3],
             strides[4],
-            MAX_FP8,
+            MAX_SCALED,
+            PER_SCALED,
             IS_GATHER=is_gather,
             HAS_SCALES=has_scales,
             BLOCK_SIZE=self._block_size,
