@@ -57,10 +57,9 @@ class HashChain:
         """Starts with `token_ids`."""
         self.block_size = block_size
         self._tail = hash_root(tenant_salt, revision)
-        self._token_ids = array("I")
+        self._token_ids = array("I", token_ids)
         self._hashes: list[BlockHash] = []
         self._granules = GranuleChain(tenant_salt)
-        self.extend(token_ids)
 
     def __len__(self) -> int:
         """Counts tokens."""
