@@ -48,6 +48,7 @@ from prefill_worker.scheduler import PrefillScheduler
 NUM_BLOCKS = 4096
 EVENT_TIMEOUT_S = 20.0
 HEAD_START_S = 0.004
+PAUSE_S = 0.005
 INCARNATIONS = {Role.PREFILL: Incarnation(1), Role.DECODE: Incarnation(2)}
 
 
@@ -240,6 +241,8 @@ class PrefillEnd:
         frames = plan_frames(self.context, order.num_tokens, is_on_gpu=is_on_gpu)
         starts_s = []
         for index in range(order.num_handoffs):
+            # Both GPUs are idle, and all slots of the ring are granted again.
+            time.sleep(PAUSE_S)
             table = table_of(order, index, Role.PREFILL)
             orders = self._orders(frames, reservation_of(order, index), table)
             starts_s.append(time.monotonic())

@@ -162,8 +162,8 @@ class DeviceSender:
         return is_busy
 
     def _announce(self) -> bool:
-        """Tells of frames that the peer has to prepare for."""
-        if not self._route.needs_answer:
+        """Tells of frames that the peer has to do something for."""
+        if not self._route.goes_on:
             return False
         is_busy = False
         for flight in self._snapshot():
@@ -174,7 +174,7 @@ class DeviceSender:
 
     def _advance(self) -> bool:
         is_busy = False
-        if self._route.needs_answer:
+        if self._route.goes_on:
             for flight in self._snapshot():
                 is_busy |= self._route.advance(flight)
         return is_busy
