@@ -265,7 +265,7 @@ class FramePacker:
     ) -> int:
         num_rows = self._planes * len(tokens)
         assert frame.numel() == num_rows * self._row_words * 4
-        num_programs = min(self._num_programs, -(-num_rows // self._block_r))
+        num_programs: int = min(self._num_programs, -(-num_rows // self._block_r))
         launch(
             num_programs,
             stream,
