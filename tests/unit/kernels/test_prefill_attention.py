@@ -11,7 +11,8 @@ from benchmarks.kernels.paged import (
     make_paged_kv,
     relative_error,
 )
-from pdserve.kernels.prefill_attention import PrefillTuning, make_scratch, prefill_attention
+from pdserve.kernels.prefill_attention import make_scratch, prefill_attention
+from pdserve.kernels.prefill_tuning import PrefillTuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 7.0
