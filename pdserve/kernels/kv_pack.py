@@ -80,13 +80,13 @@ def copy_rows_kernel(
         if IS_GATHER:
             data = tl.load(block_at, mask=is_inside, other=0)
             tl.store(frame_at, data, mask=is_inside)
-            if HAS_CHECKSUM:
-                index = rows[:, None] * row_words + words
-                total += data
-                weighted += data * (2 * index + 1)
         else:
             data = tl.load(frame_at, mask=is_inside, other=0)
             tl.store(block_at, data, mask=is_inside)
+        if HAS_CHECKSUM:
+            index = rows[:, None] * row_words + words
+            total += data
+            weighted += data * (2 * index + 1)
     if HAS_CHECKSUM:
         plain = tl.sum(total.to(tl.int64), axis=1)
         _store_sums(sums_ptr, plain, tl.sum(weighted.to(tl.int64), axis=1))
@@ -200,18 +200,29 @@ class FramePacker:
         Returns:
             How many rows of `sums` are written.
         """
-        if self._is_copy:
-            launch = self._gathering if sums is None else self._summed_gathering
-            return self._copy(launch, block_ids, tokens, frame, sums, stream)
-        self._convert(self._gathering, block_ids, tokens, frame, stream)
-        return 0 if sums is None else self._summing.add_up(frame, sums, stream)
+        return self._move(block_ids, tokens, frame, sums, stream, is_gather=True)
 
-    def scatter(self, block_ids: Tensor, tokens: range, frame: Tensor, stream: int) -> None:
+    def scatter(
+        self, block_ids: Tensor, tokens: range, frame: Tensor, sums: Tensor | None, stream: int
+    ) -> int:
         """Launches the writing of a frame's values to their blocks, all different; see `gather`."""
+        return self._move(block_ids, tokens, frame, sums, stream, is_gather=False)
+
+    def _move(
+        self,
+        block_ids: Tensor,
+        tokens: range,
+        frame: Tensor,
+        sums: Tensor | None,
+        stream: int,
+        *,
+        is_gather: bool,
+    ) -> int:
+        launch = self._launches[is_gather, sums is not None and self._is_copy]
         if self._is_copy:
-            self._copy(self._scattering, block_ids, tokens, frame, None, stream)
-        else:
-            self._convert(self._scattering, block_ids, tokens, frame, stream)
+            return self._copy(launch, block_ids, tokens, frame, sums, stream)
+        self._convert(launch, block_ids, tokens, frame, stream)
+        return 0 if sums is None else self._summing.add_up(frame, sums, stream)
 
     def _prepare_copying(self) -> None:
         values = self._values
@@ -232,9 +243,11 @@ class FramePacker:
             }
             return FixedLaunch(copy_rows_kernel, constants, _NUM_WARPS)
 
-        self._gathering = launch_of(is_gather=True, has_checksum=False)
-        self._summed_gathering = launch_of(is_gather=True, has_checksum=True)
-        self._scattering = launch_of(is_gather=False, has_checksum=False)
+        self._launches = {
+            (is_gather, has_checksum): launch_of(is_gather=is_gather, has_checksum=has_checksum)
+            for is_gather in (True, False)
+            for has_checksum in (True, False)
+        }
 
     def _prepare_converting(self) -> None:
         values = self._values
@@ -252,7 +265,7 @@ class FramePacker:
             }
             return FixedLaunch(convert_rows_kernel, constants, _NUM_CONVERTING_WARPS)
 
-        self._gathering, self._scattering = launch_of(is_gather=True), launch_of(is_gather=False)
+        self._launches = {(one, False): launch_of(is_gather=one) for one in (True, False)}
 
     def _copy(
         self,

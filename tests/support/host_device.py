@@ -118,6 +118,10 @@ class HostLane:
     def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
         self.gather(region, frame, has_sum=False)
 
+    def scatter(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> HostSum | None:
+        self._kv.scatter(region, frame)
+        return HostSum(frame) if has_sum else None
+
     def add_up(self, frame: Tensor) -> HostSum:
         return HostSum(frame)
 
