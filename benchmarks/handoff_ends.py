@@ -29,7 +29,7 @@ from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFra
 from kv_transfer.transport import LinkPeer
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
-from pdserve.config.link_memory import settle_frame_tokens
+from pdserve.config.link_memory import settle_frames
 from pdserve.config.worker import HandoffConfig, WorkerConfig
 from pdserve.engine.batch import PendingStep, StepPlan
 from pdserve.engine.pipeline import StepPipeline
@@ -159,9 +159,9 @@ def sum_of(kv: KvTensors, table: Sequence[BlockId]) -> float:
 def plan_frames(context: RankContext, num_tokens: int, *, is_on_gpu: bool) -> tuple[Frame, ...]:
     """Cuts a prompt as both workers would."""
     handoff, geometry = context.config.handoff, context.geometry
-    frame_tokens = settle_frame_tokens(handoff, geometry, is_on_gpu=is_on_gpu)
+    size = settle_frames(handoff, geometry, is_on_gpu=is_on_gpu).choose(num_tokens)
     pair = make_pair(geometry, geometry, handoff.wire_dtype)
-    return make_manifest(pair, num_tokens, 0, frame_tokens, handoff.frame_layers).frames
+    return make_manifest(pair, num_tokens, 0, size.tokens, size.layers).frames
 
 
 class DecodeEnd:

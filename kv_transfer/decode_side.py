@@ -30,7 +30,7 @@ from kv_transfer.protocol import (
     salt_digest,
 )
 from kv_transfer.reservation import Reservation
-from pdserve.config.link_memory import settle_frame_tokens
+from pdserve.config.link_memory import FrameSizes, settle_frames
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
 from pdserve.errors import ConfigError
@@ -47,7 +47,7 @@ class DecodeHandoffs:
     thread only. Blocks leave a reservation in exactly one way: `BlockReserver.release`, or `Start`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         *,
         me: Identity,
@@ -57,17 +57,19 @@ class DecodeHandoffs:
         link_endpoints: tuple[LinkEndpoint, ...],
         mint_id: Callable[[], ReservationId],
         clock: Clock,
+        frame_sizes: FrameSizes | None = None,
     ) -> None:
         """Starts empty.
 
         Args:
             me: this worker.
             geometry: the shape of its blocks.
-            config: leases and frame size.
+            config: leases.
             reserver: the scheduler.
             link_endpoints: where this worker's ranks listen for links, in their order.
             mint_id: returns 128 fresh random bits.
             clock: gives monotonic seconds.
+            frame_sizes: how prompts are cut; None: as on a CPU.
         """
         self.counters = DecodeCounters()
         self.is_draining = False
@@ -75,7 +77,7 @@ class DecodeHandoffs:
         self._me = me
         self._geometry = geometry
         self._config = config
-        self._frame_tokens = settle_frame_tokens(config, geometry, is_on_gpu=False)
+        self._frame_sizes = frame_sizes or settle_frames(config, geometry, is_on_gpu=False)
         self._reserver = reserver
         self._link_endpoints = link_endpoints
         self._mint_id = mint_id
@@ -310,12 +312,10 @@ class DecodeHandoffs:
         outcome = self._reserver.reserve(reservation_id, request)
         if isinstance(outcome, Refusal):
             return self._refuse(call_id, outcome)
+        num_tokens = len(request.token_ids)
+        size = self._frame_sizes.choose(num_tokens - outcome.num_cached_tokens)
         manifest = make_manifest(
-            pair,
-            len(request.token_ids),
-            outcome.num_cached_tokens,
-            self._frame_tokens,
-            self._config.frame_layers,
+            pair, num_tokens, outcome.num_cached_tokens, size.tokens, size.layers
         )
         grant = Grant(
             reservation_id=reservation_id,
@@ -323,8 +323,8 @@ class DecodeHandoffs:
             manifest_digest=manifest.digest,
             links=self._link_endpoints,
             lease_s=self._config.lease_s,
-            frame_tokens=self._frame_tokens,
-            frame_layers=self._config.frame_layers,
+            frame_tokens=size.tokens,
+            frame_layers=size.layers,
             decode_shape=self._me.shape,
             wire_dtype=pair.wire_dtype,
         )

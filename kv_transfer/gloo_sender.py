@@ -39,6 +39,8 @@ class HostPacker:
             return frame.payload
         host = self._device.make_host_frame(frame.num_bytes)
         try:
+            if frame.after is not None:
+                self._lane.wait_for(frame.after)
             self._lane.gather_to_host(frame.payload, host)
             done = self._lane.mark()
         except BaseException:

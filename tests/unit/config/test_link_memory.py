@@ -6,7 +6,7 @@ from pdserve.config.link_memory import (
     choose_frame_tokens,
     link_memory_bytes,
     link_slot_bytes,
-    settle_frame_tokens,
+    settle_frames,
 )
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
@@ -44,7 +44,7 @@ def test_frames_fit_what_carries_them(geometry: KvGeometry, is_on_gpu: bool, exp
 
 def test_settings_have_the_last_word() -> None:
     handoff = HandoffConfig(frame_tokens=48)
-    assert settle_frame_tokens(handoff, LLAMA_8B, is_on_gpu=True) == 48
+    assert settle_frames(handoff, LLAMA_8B, is_on_gpu=True).whole.tokens == 48
 
 
 def test_slots_hold_the_largest_frame_aligned() -> None:
