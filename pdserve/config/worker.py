@@ -37,6 +37,11 @@ class HandoffConfig:
     """Links of one rank that hold GPU memory; the least recently used one makes room."""
     nccl_max_ctas: int = 16
     """Thread blocks that one NCCL transfer may occupy."""
+    push_is_staged: bool = False
+    """A push gathers a frame in own memory and lets a copy engine take it to the peer; False: one
+    kernel gathers into the peer's memory."""
+    pack_programs: int | None = None
+    """Thread blocks that packing a frame may occupy; None: one for each multiprocessor."""
     lease_s: float = 10.0
     """A reservation, or KV held for one, outlives its peer by this long."""
     look_ahead: int = 4

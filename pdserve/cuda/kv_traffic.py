@@ -105,6 +105,12 @@ class TrafficLane:
             self._last = None
             frame.copy_(packed, non_blocking=True)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies device memory, to a peer's too; no kernel does it."""
+        self._last = None
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
     def add_up(self, frame: Tensor) -> FrameSums:
         """Computes a frame's checksum."""
         self._last = None
@@ -154,7 +160,9 @@ class TrafficLane:
 class KvTraffic:
     """The `LinkDevice` of a CUDA GPU that holds a rank's KV."""
 
-    def __init__(self, kv: KvTensors, *, nccl_max_ctas: int) -> None:
+    def __init__(
+        self, kv: KvTensors, *, nccl_max_ctas: int, pack_programs: int | None = None
+    ) -> None:
         """Makes the engine's stream and compiles the kernels."""
         self._kv = kv
         self._nccl_max_ctas = nccl_max_ctas
@@ -162,7 +170,7 @@ class KvTraffic:
         # One each: beside matrix products no slower than few, and alone the fastest (H200).
         num_programs: int = properties.multi_processor_count
         self._num_sum_programs = _SUM_PROGRAMS_PER_SM * num_programs
-        self._packers = Packers(kv, num_programs)
+        self._packers = Packers(kv, pack_programs or num_programs)
         self._uuid = str(properties.uuid)
         self._host_id = read_host_id()
         self._landing = torch.cuda.Stream(kv.device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
