@@ -1,9 +1,10 @@
 """How prompts are best cut into frames that leave while later layers are computed.
 
-`python -m benchmarks.handoff_sweep [--variants a,b]`; needs two GPUs, three minutes. One engine
-computes streams of prompts of Llama-3-8B's shape, alone and with their KV handed off to another
-GPU, once for each way to cut and to pack. Told are what streaming costs prefill, and how long after
-the end of its prompt the last of its KV is scattered: in a stream, and of a lone prompt.
+`python -m benchmarks.handoff_sweep [--variants a;b]`; needs two GPUs, three minutes.
+
+One engine computes streams of prompts of Llama-3-8B's shape, alone and with their KV handed off to
+another GPU, once for each way to cut and to pack. Told are what streaming costs prefill, and how
+long after the end of its prompt the last of its KV is scattered: in a stream, and of a lone prompt.
 """
 
 import argparse
@@ -14,8 +15,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,10 +23,11 @@ import torch
 from benchmarks.gpu_engine import Bench
 from benchmarks.gpu_handoff import Answer, read_line, write_line
 from benchmarks.handoff_ends import INCARNATIONS, Order, PrefillEnd, Setting
-from benchmarks.report import RESULTS, gpu_names, write_gpu
+from benchmarks.report import RESULTS, write_gpu
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.transport import LinkPeer
 from pdserve.config.worker import HandoffConfig
+from pdserve.cuda.runner import CudaRunner
 from pdserve.rank.startup import SWITCH_INTERVAL_S
 from pdserve.request import Role, WorkerId
 
@@ -77,27 +77,26 @@ def settings_of(variant: Variant) -> dict[str, object]:
     return {"transports": ["push"], **variant.handoff}
 
 
-@contextmanager
-def decoding(variant: Variant) -> Iterator[subprocess.Popen[str]]:
-    """Runs a decode end on the other GPU."""
-    trial = () if gpu_names() else ("--trial",)
+def start_decode(variant: Variant) -> subprocess.Popen[str]:
+    """Starts a decode end on the other GPU."""
     settings = json.dumps(settings_of(variant))
-    process = subprocess.Popen(
-        (sys.executable, "-m", "benchmarks.handoff_ends", "decode", *trial, "--handoff", settings),
+    return subprocess.Popen(
+        (sys.executable, "-m", "benchmarks.handoff_ends", "decode", "--handoff", settings),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "1"},
     )
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Lets a decode end go."""
+    assert process.stdin is not None
+    process.stdin.close()
     try:
-        yield process
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 class Sweep:
@@ -107,30 +106,33 @@ class Sweep:
         """Keeps it; it stays loaded."""
         self.rows: list[Row] = []
         self._bench = bench
+        runner = bench.stand.runner
+        assert isinstance(runner, CudaRunner)
+        self._runner, self._marks = runner, runner.marks
 
-    def measure(self, variant: Variant) -> None:
+    def measure(self, variant: Variant, decode: subprocess.Popen[str]) -> None:
         """Measures a variant at all its lengths."""
-        with decoding(variant) as decode:
-            told = json.loads(json.dumps(read_line(decode)))
-            endpoint = LinkEndpoint(
-                host=told["host"], port=told["port"], token=bytes.fromhex(told["token"])
-            )
-            peer = LinkPeer(
-                worker_id=WorkerId("decode-0"),
-                incarnation=INCARNATIONS[Role.DECODE],
-                endpoint=endpoint,
-            )
-            fields = settings_of(variant)
-            transports = fields["transports"]
-            assert isinstance(transports, list)
-            handoff = HandoffConfig(**{**fields, "transports": tuple(transports)})  # type: ignore[arg-type]
-            setting = Setting(handoff=handoff, is_trial=False, leaves_early=variant.leaves_early)
-            prefill = PrefillEnd(setting, peer, self._bench)
-            try:
-                for length in variant.lengths:
-                    self._measure(variant, length, prefill, decode)
-            finally:
-                prefill.close()
+        told = json.loads(json.dumps(read_line(decode)))
+        endpoint = LinkEndpoint(
+            host=told["host"], port=told["port"], token=bytes.fromhex(told["token"])
+        )
+        peer = LinkPeer(
+            worker_id=WorkerId("decode-0"),
+            incarnation=INCARNATIONS[Role.DECODE],
+            endpoint=endpoint,
+        )
+        fields = settings_of(variant)
+        transports = fields["transports"]
+        assert isinstance(transports, list)
+        handoff = HandoffConfig(**{**fields, "transports": tuple(transports)})  # type: ignore[arg-type]
+        setting = Setting(handoff=handoff, is_trial=False, leaves_early=variant.leaves_early)
+        self._runner.marks = self._marks if variant.leaves_early else None
+        prefill = PrefillEnd(setting, peer, self._bench)
+        try:
+            for length in variant.lengths:
+                self._measure(variant, length, prefill, decode)
+        finally:
+            prefill.close()
 
     def _measure(
         self, variant: Variant, length: int, prefill: PrefillEnd, decode: subprocess.Popen[str]
@@ -143,7 +145,8 @@ class Sweep:
             sent = prefill.run(one)
             return sent, read_line(decode) if one.ships else {}  # type: ignore[return-value]
 
-        sent, landed = run(seed=1, num_handoffs=4, has_sum=True)
+        run(seed=1, num_handoffs=3)
+        sent, landed = run(seed=2, has_sum=True)
         if sent["sum"] != landed["sum"]:
             raise RuntimeError(f"KV was computed as {sent['sum']}, got {landed['sum']}")
         periods: dict[bool, list[float]] = {True: [], False: []}
@@ -192,24 +195,32 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_handoff_sweep.json")
     arguments = parser.parse_args()
     started_s = time.perf_counter()
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
     sweep = Sweep(Bench(deterministic=False, mark_layers=MARK_LAYERS))
     failed: list[str] = []
     wanted = None if arguments.variants is None else arguments.variants.split(";")
-    for variant in VARIANTS:
-        if wanted is not None and variant.name not in wanted:
-            continue
+    variants = [one for one in VARIANTS if wanted is None or one.name in wanted]
+    upcoming = start_decode(variants[0])
+    for index, variant in enumerate(variants):
+        decode = upcoming
         if time.perf_counter() - started_s > arguments.seconds:
             failed.append(f"{variant.name}: no time")
-            continue
+            break
+        if index + 1 < len(variants):
+            # It takes as long to start as the one before is measured.
+            upcoming = start_decode(variants[index + 1])
         try:
-            sweep.measure(variant)
+            sweep.measure(variant, decode)
         except Exception:  # noqa: BLE001 - one variant must not cost the others
             failed.append(variant.name)
             traceback.print_exc(limit=-4)
+        stop(decode)
         found = {"failed": failed, "rows": sweep.rows}
         write_gpu("gpu_handoff_sweep", arguments.out, __doc__, started_s, **found)
+    if upcoming.poll() is None:
+        stop(upcoming)
     return 1 if failed else 0
 
 
