@@ -123,6 +123,7 @@ class HostLane:
         self._todo: deque[Callable[[], bool]] = deque()
         """Each says whether it is done; what is behind one that is not must wait."""
         self._num_launched = 0
+        self._is_busy = False
 
     def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> HostSum | None:
         self._switches.gathered.append(region)
@@ -192,8 +193,14 @@ class HostLane:
             return self._num_launched - len(self._todo) >= number
 
     def _go_on(self) -> None:
-        while self._todo and self._todo[0]():
-            self._todo.popleft()
+        if self._is_busy:
+            return  # asked by another lane, for which this one waits
+        self._is_busy = True
+        try:
+            while self._todo and self._todo[0]():
+                self._todo.popleft()
+        finally:
+            self._is_busy = False
 
 
 class HostDevice:
