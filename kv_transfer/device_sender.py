@@ -44,7 +44,7 @@ class DeviceSender:
         queue: FrameQueue,
         channel: NoticeChannel,
         timeout_s: float,
-        note_sent: Callable[[OutgoingFrame], None],
+        note_sent: Callable[[OutgoingFrame, float], None],
     ) -> None:
         """Starts without frames.
 
@@ -54,7 +54,7 @@ class DeviceSender:
             queue: what to send.
             channel: to the peer.
             timeout_s: deadline of each stage of a frame.
-            note_sent: called with each frame that is through.
+            note_sent: called with each frame that is through, and how long that took in seconds.
         """
         self._route = route
         self._packer = packer
@@ -149,6 +149,7 @@ class DeviceSender:
 
     def _expect(self, flight: Flight, now_s: float) -> None:
         """Works out when a frame may be through whose blocks can be read from now on."""
+        flight.readable_at_s = now_s
         begins_at_s = max(self._free_at_s, now_s)
         flight.expected_at_s = begins_at_s + flight.frame.num_bytes / EXPECTED_BYTES_PER_S
         self._free_at_s = flight.expected_at_s
@@ -228,7 +229,7 @@ class DeviceSender:
                 self._route.finish(flight)
                 if self._flights:
                     self._flights[0].since_s = time.monotonic()
-            self._note_sent(flight.frame)
+            self._note_sent(flight.frame, time.monotonic() - flight.readable_at_s)
 
     def _ready(self, flight: Flight) -> link_pb2.LinkNotice:
         ready = link_pb2.FrameReady(

@@ -42,6 +42,8 @@ class Flight:
     """Behind all that this end has to do."""
     expected_at_s: float = 0.0
     """When it may be done, at the earliest."""
+    readable_at_s: float = 0.0
+    """When its blocks could be read."""
     awaited: KvMark | None = None
     """What its blocks are computed by; None once that was reached."""
     is_announced: bool = False

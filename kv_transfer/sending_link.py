@@ -367,7 +367,7 @@ class SendingLink:
             # It stays mapped: freed memory that the device still writes would be worse.
             logger.error("link memory is lost", extra={"peer_worker_id": self._peer.worker_id})
 
-    def _note_sent(self, frame: OutgoingFrame) -> None:
+    def _note_sent(self, frame: OutgoingFrame, on_link_s: float | None = None) -> None:
         if not self._queue.finish(frame):
             return  # it was reported as lost
         with self._lock:
@@ -377,6 +377,7 @@ class SendingLink:
                 link=self.link_id,
                 reservation_id=frame.reservation_id,
                 frame_index=frame.frame_index,
+                on_link_s=on_link_s,
             )
         )
 

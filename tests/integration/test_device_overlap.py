@@ -118,7 +118,9 @@ def test_waiting_for_a_step_takes_few_looks(pair: Pair, device_config: HandoffCo
     time.sleep(0.2)
     assert 5 < mark.num_looks < 4 * 0.2 / 200e-6
     mark.is_computed = True
-    pair.departures.sent()
+    on_link_s = pair.departures.sent().on_link_s
+    assert on_link_s is not None
+    assert on_link_s < 0.1, "the time of the step is not the link's"
 
 
 def test_A10_a_cancel_in_mid_step_lets_later_steps_wait_and_reads_no_further_block(
