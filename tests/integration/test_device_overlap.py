@@ -108,15 +108,16 @@ def test_later_groups_do_not_overtake(pair: Pair, device_config: HandoffConfig) 
     assert [pair.arrivals.landed().frame_index for _ in range(2)] == [0, 1]
 
 
-def test_waiting_for_a_step_takes_few_looks(pair: Pair, device_config: HandoffConfig) -> None:
+def test_waiting_for_a_step_takes_few_looks(pair: Pair) -> None:
     """Each takes the interpreter's lock from the thread that launches the next step."""
-    listener, pool = pair.listen(device_config), pair.make_pool(config=device_config)
+    config = WAYS["push"]
+    listener, pool = pair.listen(config), pair.make_pool(config=config)
     pool.push(peer_of(listener), frame_of(pair, 0))
     pair.departures.sent()
     mark = StepMark()
     pool.push(peer_of(listener), awaiting(pair, 1, mark))
-    time.sleep(0.2)
-    assert 5 < mark.num_looks < 4 * 0.2 / 200e-6
+    time.sleep(0.1)
+    assert 5 < mark.num_looks < 4 * 0.1 / 200e-6
     mark.is_computed = True
     on_link_s = pair.departures.sent().on_link_s
     assert on_link_s is not None

@@ -111,6 +111,7 @@ def test_A6_A10_what_ends_in_the_middle_of_a_step_is_never_committed(
     pair.assert_ledger()
 
 
+@pytest.mark.soak
 def test_LEDGER_random_visits_whose_frames_leave_early_give_the_tokens_of_a_fresh_engine(
     folder: Path,
 ) -> None:
