@@ -44,6 +44,7 @@ from pdserve.timeline import MonotonicClock
 from prefill_worker.rank import make_links as make_sender
 
 NUM_BLOCKS = 4096
+PAUSE_S = 0.005
 INCARNATIONS = {Role.PREFILL: Incarnation(1), Role.DECODE: Incarnation(2)}
 
 
@@ -247,6 +248,8 @@ class PrefillEnd:
         frames = plan_frames(self.context, order.num_tokens, is_on_gpu=is_on_gpu)
         starts_s = []
         for index in range(order.num_handoffs):
+            # Both GPUs are idle, and all slots of the ring are granted again.
+            time.sleep(PAUSE_S)
             table = table_of(order, index, Role.PREFILL)
             orders = self._orders(frames, reservation_of(order, index), table)
             starts_s.append(time.monotonic())

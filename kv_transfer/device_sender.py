@@ -191,8 +191,8 @@ class DeviceSender:
         return is_busy
 
     def _announce(self) -> bool:
-        """Tells of frames that the peer has to prepare for."""
-        if not self._route.needs_answer:
+        """Tells of frames that the peer has to do something for."""
+        if not self._route.goes_on:
             return False
         is_busy = False
         for flight in self._snapshot():
@@ -204,9 +204,9 @@ class DeviceSender:
 
     def _advance(self) -> bool:
         is_busy = False
-        if self._route.needs_answer:
+        if self._route.goes_on:
             for flight in self._snapshot():
-                is_busy |= self._route.advance(flight)
+                is_busy |= flight.awaited is None and self._route.advance(flight)
         return is_busy
 
     def _finish(self) -> bool:
@@ -229,7 +229,10 @@ class DeviceSender:
                 self._route.finish(flight)
                 if self._flights:
                     self._flights[0].since_s = time.monotonic()
-            self._note_sent(flight.frame, time.monotonic() - flight.readable_at_s)
+            now_s = time.monotonic()
+            # Both may have been seen in one look.
+            since_s = now_s if flight.awaited is not None else flight.readable_at_s
+            self._note_sent(flight.frame, now_s - since_s)
 
     def _ready(self, flight: Flight) -> link_pb2.LinkNotice:
         ready = link_pb2.FrameReady(

@@ -283,7 +283,7 @@ class SendingLink:
             lambda: self._queue.end is not None,
         )
         try:
-            return NcclRoute(self._device, end, welcome.slot_bytes)
+            return NcclRoute(self._device, end, welcome.num_slots, welcome.slot_bytes)
         except DeviceFault:
             end.abort()
             raise

@@ -4,11 +4,8 @@ Gathering goes at the speed of the GPU's own memory, and the copy needs none of 
 step beside it loses a fraction of what it loses to a gather that waits for the link.
 """
 
-from collections import deque
-
 from kv_transfer.link_device import DeviceMemory, LinkDevice, Mark
-from kv_transfer.notices import LinkBroken
-from kv_transfer.outgoing_routes import Flight, Packer, cut_slot
+from kv_transfer.outgoing_routes import Flight, GrantedSlots, Packer, cut_slot
 from pdserve.config.link_memory import NUM_STAGED
 from pdserve.rpc.v1 import link_pb2
 
@@ -17,7 +14,7 @@ class StagedPushRoute:
     """Gathers, and copies into the peer's ring."""
 
     transport = "push"
-    needs_answer = False
+    goes_on = False
 
     def __init__(self, device: LinkDevice, ring: DeviceMemory, num_slots: int) -> None:
         """Takes over the opened ring; the peer grants its slots.
@@ -32,17 +29,18 @@ class StagedPushRoute:
         self._copied: list[Mark | None] = [None] * NUM_STAGED
         """Behind the last copy out of each buffer."""
         self._packing, self._copying = device.make_lane(), device.make_lane()
-        self._granted: deque[int] = deque()
+        self._granted = GrantedSlots(num_slots)
         self._num_begun = 0
 
     def has_room(self) -> bool:
         """True while the peer has a slot for us: staging buffers are waited for on the device."""
-        return bool(self._granted)
+        return self._granted.next is not None
 
     def begin(self, flight: Flight, packer: Packer) -> None:
         """Launches both moves."""
-        target = cut_slot(self._slots[self._granted[0]], flight.frame.num_bytes)
-        flight.slot = self._granted.popleft()
+        assert self._granted.next is not None
+        target = cut_slot(self._slots[self._granted.next], flight.frame.num_bytes)
+        flight.slot = self._granted.take()
         buffer = self._num_begun % NUM_STAGED
         self._num_begun += 1
         before = self._copied[buffer]
@@ -57,9 +55,7 @@ class StagedPushRoute:
 
     def take_posted(self, posted: link_pb2.FramePosted) -> None:
         """Takes a slot that is free at the peer."""
-        if posted.slot >= len(self._slots) or posted.slot in self._granted:
-            raise LinkBroken(f"slot {posted.slot} was granted, which is none or is granted already")
-        self._granted.append(posted.slot)
+        self._granted.add(posted)
 
     def advance(self, flight: Flight) -> bool:
         """Does nothing: all is launched at once."""

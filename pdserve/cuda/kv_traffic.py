@@ -25,7 +25,7 @@ from pdserve.cuda.marks import TrafficMark
 from pdserve.cuda.nccl import NcclPair, make_unique_id
 from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
 from pdserve.cuda.traffic_rows import FrameSums, SumRows, UploadRows
-from pdserve.kernels.kv_pack import FramePacker, add_checksum
+from pdserve.kernels.kv_pack import FrameAdder, FramePacker
 from pdserve.request import BlockId
 
 _PRIORITY = -1
@@ -75,14 +75,14 @@ class Packers:
 class TrafficLane:
     """A stream of one link. One thread at a time."""
 
-    def __init__(self, device: torch.device, packers: Packers, num_sum_programs: int) -> None:
+    def __init__(self, device: torch.device, packers: Packers, adder: FrameAdder) -> None:
         """Makes the stream, and rows for ids and sums."""
         self._device = device
         self._packers = packers
-        self._num_sum_programs = num_sum_programs
         self._stream = torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            self._uploads, self._sums = UploadRows(device), SumRows(device)
+        self._handle: int = self._stream.cuda_stream
+        self._uploads, self._sums = UploadRows(device), SumRows(device, adder.num_programs)
+        self._adder = adder
         self._last: TrafficMark | None = None
         """Behind everything; None once something was launched after it."""
 
@@ -90,12 +90,11 @@ class TrafficLane:
         """Packs a region into device memory, a peer's too."""
         packer, tokens = self._packers.find(region), tokens_of(region)
         self._last = None
-        with torch.cuda.stream(self._stream):
-            ids = self._uploads.upload(region.block_ids)
-            packer.gather(ids, tokens, frame, self._sums.cells if has_sum else None)
-            checksum = self._sums.read() if has_sum else None
+        ids = self._uploads.upload(region.block_ids, self._handle)
+        sums = self._sums.take() if has_sum else None
+        num_programs = packer.gather(ids, tokens, frame, sums, self._handle)
         self._uploads.note_used(self.mark())
-        return checksum
+        return self._sums.sums(num_programs) if has_sum else None
 
     def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
         """Packs a region into pinned host memory."""
@@ -114,9 +113,8 @@ class TrafficLane:
     def add_up(self, frame: Tensor) -> FrameSums:
         """Computes a frame's checksum."""
         self._last = None
-        with torch.cuda.stream(self._stream):
-            add_checksum(frame, self._sums.cells, num_programs=self._num_sum_programs)
-            return self._sums.read()
+        num_programs = self._adder.add_up(frame, self._sums.take(), self._handle)
+        return self._sums.sums(num_programs)
 
     def send(self, end: object, frame: Tensor) -> None:
         """Sends bytes to the other end.
@@ -169,7 +167,7 @@ class KvTraffic:
         properties = torch.cuda.get_device_properties(kv.device)
         # One each: beside matrix products no slower than few, and alone the fastest (H200).
         num_programs: int = properties.multi_processor_count
-        self._num_sum_programs = _SUM_PROGRAMS_PER_SM * num_programs
+        self._adder = FrameAdder(_SUM_PROGRAMS_PER_SM * num_programs)
         self._packers = Packers(kv, pack_programs or num_programs)
         self._uuid = str(properties.uuid)
         self._host_id = read_host_id()
@@ -253,7 +251,7 @@ class KvTraffic:
 
     def make_lane(self) -> TrafficLane:
         """Returns a new stream."""
-        return TrafficLane(self._kv.device, self._packers, self._num_sum_programs)
+        return TrafficLane(self._kv.device, self._packers, self._adder)
 
     def scatter(self, region: KvRegion, payload: Tensor) -> TrafficMark:
         """Writes a frame to the rank's blocks; later steps of the engine wait for it.
@@ -265,9 +263,11 @@ class KvTraffic:
         """
         self._kv.check_target(region, payload)
         packer, tokens = self._packers.find(region), tokens_of(region)
-        with torch.cuda.stream(self._landing):
-            frame = payload.to(self._kv.device, non_blocking=True)
-            packer.scatter(self._uploads.upload(region.block_ids), tokens, frame)
+        handle: int = self._landing.cuda_stream
+        if payload.device != self._kv.device:
+            with torch.cuda.stream(self._landing):
+                payload = payload.to(self._kv.device, non_blocking=True)
+        packer.scatter(self._uploads.upload(region.block_ids, handle), tokens, payload, handle)
         mark = TrafficMark(self._landing)
         self._uploads.note_used(mark)
         self.let_steps_wait_for(mark)

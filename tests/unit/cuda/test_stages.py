@@ -30,7 +30,12 @@ def settings(folder: Path, stages: int) -> EngineConfig:
 @pytest.mark.parametrize(
     ("family", "over", "stages"),
     [
-        ("llama", {"is_tied": True, "attention_bias": True, "mlp_bias": True}, 2),
+        pytest.param(
+            "llama",
+            {"is_tied": True, "attention_bias": True, "mlp_bias": True},
+            2,
+            marks=pytest.mark.soak,
+        ),
         ("smollm3", {"num_layers": 3}, 3),
     ],
 )
@@ -49,7 +54,15 @@ def test_stages_give_the_cpus_tokens(
 
 
 def test_stages_of_two_ranks_each_give_the_cpus_tokens(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "model", "llama", heads=4, kv_heads=2)
+    folder = make_tiny(
+        tmp_path / "model",
+        "llama",
+        heads=4,
+        kv_heads=2,
+        is_tied=True,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     engine = replace(settings(folder, 2), tensor_parallel=2)
     whole = replace(engine, pipeline_parallel=1, tensor_parallel=1)
     theirs = generation.make_runner(load_model(folder, whole), whole, 8)
