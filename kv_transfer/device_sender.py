@@ -165,7 +165,8 @@ class DeviceSender:
             is_busy = True
             with self._lock:
                 flight.awaited, flight.since_s = None, time.monotonic()
-                self._expect(flight, flight.since_s)
+                # The device may have been there since the last look.
+                self._expect(flight, flight.since_s - AWAIT_S)
         return is_busy
 
     def _take_notices(self) -> bool:
