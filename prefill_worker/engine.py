@@ -157,7 +157,7 @@ class PrefillEngine:
             return False
         plan, result = ended.plan, ended.result
         self._samples.note_end(plan)
-        self._desk.step_ended()
+        self._desk.shipments.end_step()
         if result.prompt_logprobs:
             report_prompt_scores(self._scheduler.live_slices(plan), result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):

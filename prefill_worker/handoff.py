@@ -166,13 +166,11 @@ class HandoffDesk:
         step = self._marks.newest
         self.shipments.begin_step(step)
         for part in plan.slices:
-            handoff = self._open[part.request.request_id].handoff
+            request_id = part.request.request_id
+            handoff = self._open[request_id].handoff
+            if part.start == self._scheduler.num_cached_tokens(request_id):
+                self._run(handoff, handoff.computed(part.start))
             self._run(handoff, handoff.launched(part.end, step))
-
-    def step_ended(self) -> None:
-        """Notes the end of the oldest step in flight."""
-        if self._marks is not None:
-            self.shipments.end_step()
 
     def computed(self, request_id: RequestId, num_tokens: int) -> None:
         """Passes on progress; frames that became whole go out."""

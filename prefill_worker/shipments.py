@@ -32,8 +32,8 @@ class Shipments:
         self._steps.append((step, set()))
 
     def end_step(self) -> None:
-        """Notes that the oldest step in flight has ended."""
-        _, frames = self._steps.popleft()
+        """Notes that the oldest step in flight has ended, if steps are told of."""
+        _, frames = self._steps.popleft() if self._steps else (0, set())
         if frames:
             self._frames |= frames
             self._latest_s = self._clock.now()

@@ -82,6 +82,22 @@ def test_frames_go_out_as_their_step_is_launched_and_land_before_it_has_ended(
     assert pair.decode.describe().counters.handoffs_completed == 1
 
 
+def test_a_cached_prefix_waits_for_no_step(folder: Path) -> None:
+    pair = EnginePair(folder, is_marked=True, handoff=LAYERED, decode_blocks=16)
+    first = make_request("a", tuple(range(3, 83)), sampling=SamplingParams(max_tokens=1))
+    pair.run([first])
+    pair.prefill_log.clear()
+    pair.may_deliver = False
+    pair.submit(make_request("b", tuple(range(3, 83))))
+    pair.prefill.step()
+    pair.exchange()
+    assert pair.prefill.describe().counters.prefix_cache_hits == 64
+    awaited = [frame.after is not None for frame in pair.links.in_flight]
+    assert awaited == [False] * 2 * NUM_LAYERS + [True] * NUM_LAYERS
+    pair.may_deliver = True
+    pair.settle()
+
+
 def cancel(pair: EnginePair, request: Request) -> None:
     pair.cancel(pair.prefill, request)
 
