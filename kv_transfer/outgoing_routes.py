@@ -17,6 +17,7 @@ from kv_transfer.faults import FrameFaults
 from kv_transfer.link_device import DeviceMemory, FrameSum, Lane, LinkDevice, Mark, NcclEnd
 from kv_transfer.notices import LinkBroken
 from kv_transfer.transport import OutgoingFrame
+from pdserve.cache.kv_marks import KvMark
 from pdserve.cache.kv_region import KvRegion
 from pdserve.config.link_memory import NUM_STAGED
 from pdserve.rpc.v1 import link_pb2
@@ -43,6 +44,10 @@ class Flight:
     """Behind all that this end has to do."""
     expected_at_s: float = 0.0
     """When it may be done, at the earliest."""
+    readable_at_s: float = 0.0
+    """When its blocks could be read."""
+    awaited: KvMark | None = None
+    """What its blocks are computed by; None once that was reached."""
     is_announced: bool = False
 
 
@@ -57,7 +62,9 @@ class Packer:
         self._has_checksums = has_checksums
 
     def pack(self, lane: Lane, flight: Flight, target: Tensor) -> None:
-        """Launches the packing of a frame into `target`."""
+        """Launches the packing of a frame into `target`, behind what computes it."""
+        if flight.awaited is not None:
+            lane.wait_for(flight.awaited)
         number = self._faults.count()
         is_spoilt = self._faults.spoils_silently(number)
         has_sum = self._has_checksums and not is_spoilt

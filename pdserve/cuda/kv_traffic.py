@@ -1,8 +1,9 @@
 """Frames between a GPU's KV blocks and links: packed, checked and scattered beside the steps.
 
-Work is launched on streams of its own, with priority, and never waited for. What is gathered was
-computed by a step that has ended. What is scattered goes to blocks that no step in flight uses;
-later steps wait for it on the device (`scatter`), the host does not.
+Work is launched on streams of its own, with priority, and never waited for by the host. What is
+gathered was computed by a step that has ended, or by one that is waited for on the device
+(`TrafficLane.wait_for`). What is scattered goes to blocks that no step in flight uses; later steps
+wait for it on the device, too (`KvTraffic.scatter`).
 """
 
 import ctypes
@@ -20,6 +21,7 @@ from pdserve.cache.kv_frame import FRAME_DTYPES
 from pdserve.cache.kv_region import KvRegion
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.cuda.faults import DeviceFault
+from pdserve.cuda.marks import TrafficMark
 from pdserve.cuda.nccl import NcclPair, make_unique_id
 from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
 from pdserve.cuda.traffic_rows import FrameSums, SumRows, UploadRows
@@ -32,30 +34,6 @@ _SET_TIMER_SLACK = 29
 _TIMER_SLACK_NS = 1000
 _WARM_UP_BYTES = 1024
 _POLL_S = 20e-6
-
-
-class TrafficMark:
-    """A point in a stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Records the present end of the stream."""
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-
-    def is_reached(self) -> bool:
-        """Says whether the work before it is done.
-
-        Raises:
-            DeviceFault: the device failed.
-        """
-        try:
-            return bool(self.event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise DeviceFault(str(error).splitlines()[0]) from error
-
-    def wait(self) -> None:
-        """Waits until the work before it is done."""
-        self.event.synchronize()
 
 
 class TrafficEnd:
@@ -148,6 +126,12 @@ class TrafficLane:
             self._last = None
             frame.copy_(packed, non_blocking=True)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies device memory, to a peer's too; no kernel does it."""
+        self._last = None
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
     def add_up(self, frame: Tensor) -> FrameSums:
         """Computes a frame's checksum."""
         self._last = None
@@ -196,7 +180,9 @@ class TrafficLane:
 class KvTraffic:
     """The `LinkDevice` of a CUDA GPU that holds a rank's KV."""
 
-    def __init__(self, kv: KvTensors, *, nccl_max_ctas: int) -> None:
+    def __init__(
+        self, kv: KvTensors, *, nccl_max_ctas: int, pack_programs: int | None = None
+    ) -> None:
         """Makes the engine's stream and compiles the kernels."""
         self._kv = kv
         self._nccl_max_ctas = nccl_max_ctas
@@ -204,7 +190,7 @@ class KvTraffic:
         # One each: beside matrix products no slower than few, and alone the fastest (H200).
         num_programs: int = properties.multi_processor_count
         self._adder = FrameAdder(_SUM_PROGRAMS_PER_SM * num_programs)
-        self._packers = Packers(kv, num_programs)
+        self._packers = Packers(kv, pack_programs or num_programs)
         self._uuid = str(properties.uuid)
         self._host_id = read_host_id()
         self._landing = torch.cuda.Stream(kv.device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
