@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.cache.kv_frame import MAX_SCALED, PER_SCALED
 from pdserve.kernels.fixed_launch import FixedLaunch
 
 SUM_WORDS = 2
 """int64, of each program."""
-MAX_FP8 = 448.0
 _TILE_WORDS = 4096
 _NUM_WARPS = 8
 _SIZES = ["offset", "num_tokens", "num_rows", "num_words"]
@@ -108,6 +108,7 @@ def convert_rows_kernel(
     slot_stride,
     head_stride,
     max_value,
+    per_value,
     IS_GATHER: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -133,7 +134,8 @@ def convert_rows_kernel(
             data = tl.load(block_at, mask=is_inside, other=0).to(tl.float32)
             if HAS_SCALES:
                 largest = tl.max(tl.abs(data), axis=1)
-                scale = tl.where(largest > 0, tl.div_rn(largest, max_value), 1.0)
+                scale = largest * per_value
+                scale = tl.where(scale > 0, scale, 1.0)
                 tl.store(scales_ptr + rows, scale, mask=is_row)
                 # Division may round to just above the largest value, which would become NaN.
                 data = tl.clamp(tl.div_rn(data, scale[:, None]), -max_value, max_value)
@@ -314,7 +316,8 @@ class FramePacker:
             num_heads,
             head_dim,
             *self._strides,
-            MAX_FP8,
+            MAX_SCALED,
+            PER_SCALED,
         )
 
 
