@@ -30,6 +30,7 @@ from pdserve.rank.followers import Followers, Leader
 from pdserve.rank.inbox import Inbox
 from pdserve.rank.loading import make_device_shard
 from pdserve.rank.meeting import FolderMeeting
+from pdserve.rank.startup import SWITCH_INTERVAL_S
 from pdserve.rank.step_results import ResultSender
 from pdserve.request import Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
@@ -47,6 +48,7 @@ def start_ranks(engine: EngineConfig, report: ReportPhase) -> Iterator[Stand]:
         engine: on `cuda`; says how many tensor ranks and stages there are.
         report: takes the phases of rank 0's start.
     """
+    _behave_as_rank()
     with tempfile.TemporaryDirectory() as folder:
         children, channels = _start_children(engine, Path(folder))
         try:
@@ -107,6 +109,12 @@ def _load(engine: EngineConfig, rank: int, folder: Path, report: ReportPhase) ->
     return CudaBackend(None).load(job, MonotonicClock(), report)
 
 
+def _behave_as_rank() -> None:
+    """Sets what a rank process sets for itself."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
 def _settle(loaded: LoadedParts, engine: EngineConfig, rank: int) -> None:
     """Zeros in the KV would let the chip run cooler than it does at work."""
     geometry = geometry_of(read_model_config(Path(engine.model)), engine)
@@ -122,6 +130,7 @@ def _settle(loaded: LoadedParts, engine: EngineConfig, rank: int) -> None:
 def main() -> None:
     """Lives as one of the other ranks, until rank 0 is gone."""
     config, rank, folder, fd = sys.argv[1:]
+    _behave_as_rank()
     engine = worker_config_from_json(config).engine
     channel = BlockingChannel(socket.socket(fileno=int(fd)))
     loaded = _load(engine, int(rank), Path(folder), lambda name, seconds, detail: None)

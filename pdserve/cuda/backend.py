@@ -178,7 +178,7 @@ def make_parts(
         shard=job.shard,
     )
     stages = _connect_stages(job, limits, device, memory_kind)
-    shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
+    shapes = graph_shapes(engine.max_num_seqs, limits.max_rows, engine.tensor_parallel)
     return EngineParts(
         device=device,
         attention=attention,

@@ -16,8 +16,8 @@ from pathlib import Path
 from unittest import mock
 
 from launcher.client import Generation
-from pdserve.config.engine import DeviceKind, Dtype
 from pdserve.config.cluster import ClusterConfig
+from pdserve.config.engine import DeviceKind, Dtype
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.registry.base import WorkerRecord
 from tests.support.cluster import (
