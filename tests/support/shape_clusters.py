@@ -15,11 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
+import psutil
+
 from launcher.client import Generation
+from launcher.local_pool import LocalCluster
+from launcher.ray_pool import RayConfig, RayPlace
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import DeviceKind, Dtype
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.registry.base import WorkerRecord
+from pdserve.request import Role
 from tests.support.cluster import (
     TEST_ENGINE,
     ClusterHarness,
@@ -64,6 +69,8 @@ class Shape:
     replicas then."""
     visible_gpus: str | None = None
     """As of CUDA_VISIBLE_DEVICES, where ranks are to share GPUs."""
+    on_ray: bool = False
+    """Replicas are placement groups of a Ray cluster of its own."""
 
     def __str__(self) -> str:
         """Says it as the name of a test."""
@@ -89,6 +96,8 @@ class Outcome:
     """The killed replica's record afterwards."""
     num_ranks: list[int] = field(default_factory=list)
     """Of each replica."""
+    parents: list[str] = field(default_factory=list)
+    """What started the face of each replica."""
     num_handed_off: float = 0.0
     num_recomputed: float = 0.0
     error: str = ""
@@ -105,7 +114,7 @@ def run_shapes(
         started_s = time.monotonic()
         # Which GPUs there are is read when a cluster is made.
         with lock, mock.patch.dict(os.environ, _environment(shape)):
-            harness = ClusterHarness(_config(folder, device, shape))
+            harness = _make_harness(_config(folder, device, shape), shape)
         try:
             harness.cluster.start()
             ready_s = time.monotonic() - started_s
@@ -120,6 +129,15 @@ def run_shapes(
 
     with ThreadPoolExecutor(num_at_once) as pool:
         return dict(zip(shapes, pool.map(run, shapes), strict=True))
+
+
+def _make_harness(config: ClusterConfig, shape: Shape) -> ClusterHarness:
+    harness = ClusterHarness(config)
+    if shape.on_ray:
+        engines = {Role.PREFILL: config.engine, Role.DECODE: config.decode_engine}
+        place = RayPlace(RayConfig(num_cpus=8), report=harness.lines.append, engines=engines)
+        harness.cluster = LocalCluster(config, report=harness.lines.append, place=place)
+    return harness
 
 
 def _environment(shape: Shape) -> dict[str, str]:
@@ -159,6 +177,8 @@ def _config(folder: Path, device: DeviceKind, shape: Shape) -> ClusterConfig:
 def _fill(outcome: Outcome, harness: ClusterHarness, shape: Shape) -> None:
     members = harness.cluster.members()
     outcome.num_ranks = [len(m.record.rank_pids) for m in members if m.record is not None]
+    faces = [psutil.Process(m.face_pid) for m in members if m.face_pid is not None]
+    outcome.parents = [psutil.Process(face.ppid()).name() for face in faces]
     outcome.tokens = asyncio.run(_all_tokens(harness))
     for worker_id in (m.worker_id for m in members if m.worker_id.startswith("decode")):
         figures = harness.scrape_worker(worker_id)
