@@ -49,7 +49,6 @@ UNLIKE = {
 RATIOS = tuple(Pools(num_prefill=prefill, num_decode=4 - prefill) for prefill in (3, 2, 1))
 RANKS = {"ranks-1": (1, 1), "ranks-tp4": (4, 1), "ranks-tp2pp2": (2, 2)}
 KILLED = Pools(num_prefill=2, num_decode=2)
-NUM_EXACT = 24
 PREFILL_RUNS = 5
 LIMIT_S = 540.0
 SLOW_STEP_S = 0.01
@@ -71,12 +70,12 @@ def run_unlike(pools: Pools) -> Part:
         found = []
         for one in (COLOCATED, pools):
             with running_pools(scale, folder, one, scale.exact) as stand:
-                found.append(tokens_of(stand, scale.exact_load, NUM_EXACT, seed=3))
+                found.append(tokens_of(stand, scale.exact_load, scale.num_exact, seed=3))
         same = sum(left == right for left, right in zip(*found, strict=True))
         is_whole = all(len(ids) == scale.exact_load.output_tokens for ids in found[0])
-        rows: list[Row] = [{"bench": "TOK", "pools": str(pools), "requests": NUM_EXACT}]
-        rows[0] |= {"equal": same, "holds": is_whole and same == NUM_EXACT}
-        print(f"TOK {pools}: {same} of {NUM_EXACT} as colocated", flush=True)
+        rows: list[Row] = [{"bench": "TOK", "pools": str(pools), "requests": scale.num_exact}]
+        rows[0] |= {"equal": same, "holds": is_whole and same == scale.num_exact}
+        print(f"TOK {pools}: {same} of {scale.num_exact} as colocated", flush=True)
         load = scale.loads["2048"]
         with running_pools(scale, folder, pools, scale.engine) as stand:
             rows += [measure_load(stand, pools, load, rate) for rate in load.rates_per_s]

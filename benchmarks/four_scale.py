@@ -60,6 +60,8 @@ class Scale:
     """Of arrivals at each rate."""
     exact_load: Load
     """For tokens that are compared; one rate."""
+    num_exact: int
+    """Requests of it."""
     decode_batches: tuple[int, ...]
     decode_prompt: int
     decode_tokens: int
@@ -125,6 +127,7 @@ ON_GPUS = Scale(
     exact_load=Load(
         prompt_tokens=300, output_tokens=64, rates_per_s=(4,), slo=Slo(ttft_s=9, tpot_s=9)
     ),
+    num_exact=24,
     decode_batches=(1, 64, 256),
     decode_prompt=512,
     decode_tokens=128,
@@ -149,10 +152,11 @@ TRIAL = Scale(
         )
         for word, prompt, output in (("2048", 96, 8), ("8192", 200, 8), ("512", 32, 24))
     },
-    seconds=3.0,
+    seconds=2.0,
     exact_load=Load(
-        prompt_tokens=60, output_tokens=200, rates_per_s=(4,), slo=Slo(ttft_s=9, tpot_s=9)
+        prompt_tokens=60, output_tokens=80, rates_per_s=(4,), slo=Slo(ttft_s=9, tpot_s=9)
     ),
+    num_exact=6,
     decode_batches=(1, 4),
     decode_prompt=32,
     decode_tokens=24,

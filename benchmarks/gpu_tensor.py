@@ -25,7 +25,7 @@ from pdserve.rank.backend import ReportPhase
 
 WARM_TOKENS = 16
 DECODE_RUNS = 5
-PREFILL_RUNS = 15
+PREFILL_RUNS = 11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

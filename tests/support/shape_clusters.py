@@ -45,6 +45,7 @@ TOKENS_BEFORE_KILL = 6
 NUM_AT_ONCE = 5
 START_TIMEOUT_S = 240.0
 TIMEOUT_S = 120.0
+FIGURES_TIMEOUT_S = 10.0
 SLOW = FaultConfig(step_delay_s=0.02)
 """Loads are reported twice a second: a stream must last for some of that."""
 PATIENT = HandoffConfig(
@@ -180,10 +181,8 @@ def _fill(outcome: Outcome, harness: ClusterHarness, shape: Shape) -> None:
     faces = [psutil.Process(m.face_pid) for m in members if m.face_pid is not None]
     outcome.parents = [psutil.Process(face.ppid()).name() for face in faces]
     outcome.tokens = asyncio.run(_all_tokens(harness))
-    for worker_id in (m.worker_id for m in members if m.worker_id.startswith("decode")):
-        figures = harness.scrape_worker(worker_id)
-        outcome.num_handed_off += figures.get("pdserve_handoffs_completed_total", 0.0)
-        outcome.num_recomputed += figures.get("pdserve_recomputed_prompt_tokens_total", 0.0)
+    if shape.prefill is not None:
+        _read_counters(outcome, harness)
     if shape.prefill is None:
         outcome.long = list(asyncio.run(_long(harness)).token_ids)
     if not shape.kills:
@@ -198,6 +197,24 @@ def _fill(outcome: Outcome, harness: ClusterHarness, shape: Shape) -> None:
     wait_until(is_back, TIMEOUT_S)
     outcome.back = harness.cluster.member(name).record
     outcome.again = asyncio.run(_all_tokens(harness, num_workers=len(members)))
+
+
+def _read_counters(outcome: Outcome, harness: ClusterHarness) -> None:
+    """Waits for the figures of the last hand-off, which come with a heartbeat."""
+    names = [m.worker_id for m in harness.cluster.members() if m.worker_id.startswith("decode")]
+
+    def has_all() -> bool:
+        figures = [harness.scrape_worker(name) for name in names]
+        outcome.num_handed_off, outcome.num_recomputed = (
+            sum(one.get(name, 0.0) for one in figures)
+            for name in (
+                "pdserve_handoffs_completed_total",
+                "pdserve_recomputed_prompt_tokens_total",
+            )
+        )
+        return outcome.num_handed_off >= len(PROMPTS)
+
+    wait_until(has_all, FIGURES_TIMEOUT_S)
 
 
 async def _all_tokens(harness: ClusterHarness, num_workers: int | None = None) -> list[list[int]]:
