@@ -26,6 +26,8 @@ from simulation.journey import Outcome, Record
 Row = dict[str, object]
 START_TIMEOUT_S = 240.0
 NUM_WARM = 3
+HEARTBEATS_S = 1.5
+"""After so long a worker's counters tell of its last hand-off."""
 _SCRAPE_TIMEOUT_S = 10.0
 
 
@@ -136,6 +138,7 @@ def measure_load(stand: PoolStand, pools: Pools, load: Load, rate_per_s: float) 
     """Returns what clients saw at a rate, how many kept the objectives, and the hand-offs."""
     before = stand.decode_counters()
     answered = stand.run(load, rate_per_s, seed=round(1000 * rate_per_s))
+    time.sleep(HEARTBEATS_S)
     after = stand.decode_counters()
     row: Row = {"bench": f"online {load.name}", "pools": str(pools), "offered_per_s": rate_per_s}
     records = make_records(answered, load.output_tokens)
@@ -164,7 +167,7 @@ def show_load(row: Row) -> None:
     print(
         f"{row['pools']}  {row['bench']} at {row['offered_per_s']:g}/s: goodput "
         f"{row['goodput_per_s']:.2f}, {', '.join(spreads)}, {row.get('num_failed')} failed, "
-        f"hand-off {row.get('handoff_gb_per_s', 0.0):.2f} GB/s",
+        f"hand-off {row.get('handoff_gb_per_s', 0.0):.3f} GB/s",
         flush=True,
     )
 

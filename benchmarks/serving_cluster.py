@@ -141,7 +141,8 @@ class LoadClient:
             raise RuntimeError("the load client ended")
         used: dict[str, float] = {}
         for pid, role in processes.items():
-            used[role] = used.get(role, 0.0) + cpu_s(pid) - before[pid]
+            with contextlib.suppress(OSError):  # one that was killed meanwhile
+                used[role] = used.get(role, 0.0) + cpu_s(pid) - before[pid]
         answer = json.loads(line)
         return LoadResult(
             answered=tuple(Answered(**one) for one in answer["requests"]),
