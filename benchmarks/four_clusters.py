@@ -64,11 +64,11 @@ class PoolStand:
         count = max(4, round(rate_per_s * self.scale.seconds))
         return self.client.run(make_point(self.scale, load, rate_per_s, count, seed)).answered
 
-    def decode_counters(self) -> dict[str, float]:
-        """Returns the counters of all decode workers, summed."""
+    def prefill_counters(self) -> dict[str, float]:
+        """Returns the counters of all prefill workers, which time the hand-offs, summed."""
         total: dict[str, float] = {}
         for member in self.cluster.members():
-            if member.record is None or not member.worker_id.startswith("decode"):
+            if member.record is None or not member.worker_id.startswith("prefill"):
                 continue
             url = f"http://{member.record.metrics_address}/metrics"
             with urllib.request.urlopen(url, timeout=_SCRAPE_TIMEOUT_S) as answer:
@@ -136,10 +136,10 @@ def running_pools(
 
 def measure_load(stand: PoolStand, pools: Pools, load: Load, rate_per_s: float) -> Row:
     """Returns what clients saw at a rate, how many kept the objectives, and the hand-offs."""
-    before = stand.decode_counters()
+    before = stand.prefill_counters()
     answered = stand.run(load, rate_per_s, seed=round(1000 * rate_per_s))
     time.sleep(HEARTBEATS_S)
-    after = stand.decode_counters()
+    after = stand.prefill_counters()
     row: Row = {"bench": f"online {load.name}", "pools": str(pools), "offered_per_s": rate_per_s}
     records = make_records(answered, load.output_tokens)
     row |= {"goodput_per_s": goodput(records, load), "slo": asdict(load.slo)}
