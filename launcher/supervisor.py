@@ -164,9 +164,10 @@ class Supervisor:
         self.workers = {w.worker_id: (w, self._new_worker(w)) for w in worker_configs(config, site)}
         self._models = {worker.role: worker for worker, _ in self.workers.values()}
         router = router_config(config, site)
+        role = "router" if router.fronts == 1 else "router-group"
         self.router = Replica(
             "router",
-            [*self._role_command("router"), *to_argv(router, without=HIDDEN_FIELDS)],
+            [*self._role_command(role), *to_argv(router, without=HIDDEN_FIELDS)],
             environment_of(router),
             self._report_child,
             place=LocalPlace(),
@@ -257,7 +258,9 @@ class Supervisor:
             except grpc.RpcError:
                 return False
         config = self._config
-        return info.num_prefill >= config.num_prefill and info.num_decode >= config.num_decode
+        has_fronts = max(info.num_fronts, 1) >= config.fronts
+        has_prefill = info.num_prefill >= config.num_prefill
+        return has_fronts and has_prefill and info.num_decode >= config.num_decode
 
     def _watch(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         if self.redis is not None and not self.redis.is_running():

@@ -256,7 +256,7 @@ class Dispatcher:
         if piece is not None:
             self._emit_prompt(active, piece)
         if update.token_ids:
-            self._pool.book.finish_prefill(state.request_id, worker)
+            self._placer.finish_prefill(state.request_id, worker)
         tokens = state.apply(worker, update)
         if update.HasField("times"):
             active.times.note_stages(update.attempt, update.times)
@@ -282,7 +282,7 @@ class Dispatcher:
         """Does at once what a change of state asks for; the driver does what takes time."""
         state = active.state
         self._recovery.send_fences(state)
-        self._pool.book.keep_only(state.request_id, state.holders())
+        self._placer.keep_only(state.request_id, state.holders())
         if state.is_ended:
             if state.awaits_prefill:
                 self._linger(active)
@@ -358,7 +358,7 @@ class Dispatcher:
         state = active.state
         del self._active[state.request_id]
         self._recovery.send_fences(state)
-        self._pool.book.keep_only(state.request_id, ())
+        self._placer.keep_only(state.request_id, ())
         if active.linger_timer is not None:
             active.linger_timer.cancel()
         if active.driver is not None and active.driver is not asyncio.current_task():

@@ -70,6 +70,10 @@ def serve(
             help="The router's /metrics port; 0: a free one.",
         ),
     ] = 0,
+    fronts: Annotated[
+        int,
+        typer.Option(help="Router processes that share its ports; several share one brain."),
+    ] = 1,
     redis: Annotated[
         str | None,
         typer.Option(help="redis://...; without it a private one starts."),
@@ -295,6 +299,7 @@ def serve(
         http_port=http_port,
         no_http=no_http,
         metrics_port=metrics_port,
+        fronts=fronts,
         redis_url=redis,
         served_model_name=served_model_name,
         decode_tensor_parallel=decode_tensor_parallel_size,

@@ -5,9 +5,10 @@ import asyncio
 from pdserve.request import Incarnation, RequestId, Role, WorkerId
 from pdserve.timeline import ManualClock
 from router.cost import prefill_terms
+from router.fair_queue import Turn
 from router.fleet import Fleet, Member
 from router.load_book import LoadBook
-from router.waiting_room import Turn, WaitingRoom
+from router.waiting_room import WaitingRoom
 from router.worker_key import WorkerKey
 from tests.support.router_harness import let_others_run
 
