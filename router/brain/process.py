@@ -93,15 +93,15 @@ async def serve(config: RouterConfig) -> None:
         brain.pool.listen(Observer(brain))
         door = Door(brain, TextExposition(series))
         for name, text, figure in (
-            ("pdserve_router_fronts", "Fronts that are connected.", lambda: door.num_fronts),
+            ("pdserve_router_fronts", "Fronts.", lambda: door.num_fronts),
             (
                 "pdserve_router_turns_waiting",
-                "Requests that wait for a turn.",
+                "Wait for a turn.",
                 lambda: len(brain.room),
             ),
             (
                 "pdserve_router_charged",
-                "Requests that are at workers.",
+                "Are at workers.",
                 lambda: brain.book.num_charged,
             ),
         ):
