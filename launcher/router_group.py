@@ -96,7 +96,9 @@ class RouterGroup:
                 place=LocalPlace(),
             )
 
-        self.brain = child("brain", "brain", shared, is_watched=True)
+        # It lets no client in.
+        secretless = replace(shared, api_keys=(), api_keys_file=None, cluster_secret=None)
+        self.brain = child("brain", "brain", secretless, is_watched=True)
         self.fronts = tuple(
             child(f"front-{number}", "router", replace(shared, front_number=number))
             for number in range(config.fronts)

@@ -70,11 +70,15 @@ class WaitingRoom:
 
     def call(self) -> None:
         """Calls the next one in, if there is room, and then looks again."""
-        if self._queue and self._has_room(self._role):
+        while self._queue and self._has_room(self._role):
             ticket = self._queue.pop(self._clock.now())
+            if ticket.granted.done():
+                # Cancelled a moment ago: its task has not had its turn to leave the queue.
+                continue
             ticket.granted.set_result(None)
             # Behind the turn of the task that waited: by then its work has been counted.
             asyncio.get_running_loop().call_soon(self.call)
+            return
 
     def _look_again(self) -> None:
         if self._timer is None:

@@ -130,7 +130,7 @@ class Door:
         # A front that comes again while its old connection is not known to be broken.
         for old in [one for one in self._sessions if one.front_id == hello.front_id]:
             old.close()
-            del self._sessions[old]
+            self._sessions.pop(old).hang_up()
         session = Session(talk, self._brain, next(self._numbers), hello)
         self._sessions[session] = talk
         extra = {"front_id": session.front_id, "num_holdings": len(hello.holdings)}

@@ -30,7 +30,7 @@ class Talk:
         self._waiting.append(word)
         self._news.set()
         if len(self._waiting) > MAX_WAITING:
-            self._end()
+            self.hang_up()
 
     async def write(self) -> None:
         """Sends what is said, until cancelled or until the other end is gone."""
@@ -43,7 +43,7 @@ class Talk:
                 await self._channel.send(brain_pb2.Words(words=words).SerializeToString())
             except ChannelClosed:
                 # Whoever listens finds out.
-                self._end()
+                self.hang_up()
                 return
 
     async def listen(self) -> Sequence[brain_pb2.Word]:
@@ -64,7 +64,8 @@ class Talk:
         self._channel.shut()
         self._channel.close()
 
-    def _end(self) -> None:
+    def hang_up(self) -> None:
+        """Ends it: whoever listens, at either end, finds out."""
         self._is_over = True
         self._waiting.clear()
         self._channel.shut()

@@ -137,3 +137,16 @@ async def test_with_nobody_to_wait_for_nobody_waits() -> None:
     scene.send("r0")
     await let_others_run(2)
     assert scene.order == ["r0"]
+
+
+async def test_a_turn_of_one_that_was_cancelled_in_the_same_moment_goes_to_the_next() -> None:
+    scene = Scene()
+    scene.add_worker()
+    for number in range(4):
+        scene.send(f"r{number}")
+    await let_others_run(5)
+    scene.tasks["r2"].cancel()
+    # Before the cancelled task has run.
+    scene.finish("r0")
+    await let_others_run(5)
+    assert scene.order == ["r0", "r1", "r3"]
