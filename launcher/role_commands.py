@@ -19,6 +19,15 @@ HIDDEN_FIELDS = ("redis_url", "api_keys", "cluster_secret", "stage_token")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """Where the router listens."""
+
+    grpc: int
+    http: int
+    metrics: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
     """What was found out at start: where this cluster lives."""
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from types import FrameType
 
 from launcher.place import LocalPlace
+from launcher.redis_server import free_port
 from launcher.replica import Replica, describe_status
-from launcher.role_commands import HIDDEN_FIELDS, environment_of, role_command
+from launcher.role_commands import HIDDEN_FIELDS, Ports, environment_of, role_command
 from launcher.supervision import LeaseWatch
 from pdserve.config.load import to_argv
 from pdserve.config.router import RouterConfig
@@ -51,7 +52,7 @@ class RouterGroup:
         config: RouterConfig,
         *,
         folder: Path,
-        ports: tuple[int, int],
+        ports: Ports,
         report: Callable[[str], None],
         command_of: Callable[[str], Sequence[str]] = role_command,
     ) -> None:
@@ -60,7 +61,7 @@ class RouterGroup:
         Args:
             config: of the router; `fronts` says how many.
             folder: this user's alone, for the brain's socket.
-            ports: of gRPC and HTTP, held for the fronts.
+            ports: the same over restarts; those of gRPC and HTTP may be shared.
             report: takes the children's lines, from any thread.
             command_of: what starts a role.
         """
@@ -75,8 +76,9 @@ class RouterGroup:
         shared = replace(
             config,
             fronts=1,
-            port=ports[0],
-            http_port=ports[1],
+            port=ports.grpc,
+            http_port=ports.http,
+            metrics_port=ports.metrics,
             brain_socket=str(folder / "brain"),
             cluster_secret=config.cluster_secret or secrets.token_hex(32),
         )
@@ -195,15 +197,11 @@ def run_group(config: RouterConfig) -> int:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-router-"))
         try:
-            held = stack.enter_context(bind_shared_port(config.host, config.port))
-            ports = [int(held.getsockname()[1]), config.http_port]
-            if not config.no_http:
-                held = stack.enter_context(bind_shared_port(config.host, config.http_port))
-                ports[1] = int(held.getsockname()[1])
+            ports = _hold_ports(config, stack)
             group = RouterGroup(
                 config,
                 folder=Path(folder),
-                ports=(ports[0], ports[1]),
+                ports=ports,
                 report=lambda line: write_line(sys.stderr, line),
             )
 
@@ -217,3 +215,17 @@ def run_group(config: RouterConfig) -> int:
             write_line(sys.stderr, f"error: {error}")
             return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def _hold_ports(config: RouterConfig, stack: ExitStack) -> Ports:
+    """Finds the ports that are to be free ones, and keeps others off those that are shared."""
+
+    def hold(port: int) -> int:
+        holder = stack.enter_context(bind_shared_port(config.host, port))
+        return int(holder.getsockname()[1])
+
+    return Ports(
+        grpc=hold(config.port),
+        http=config.http_port if config.no_http else hold(config.http_port),
+        metrics=config.metrics_port or free_port(config.host),
+    )

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Literal
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from launcher.redis_server import RedisServer
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import (
     HIDDEN_FIELDS,
+    Ports,
     Site,
     environment_of,
     router_config,
@@ -52,15 +53,6 @@ _CUT_S = 3.0
 """For the router's last words to its clients in a forced stop."""
 _KILL_AFTER_DRAIN_S = 5.0
 """A child that overstays its own drain time-out by this long is killed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ports:
-    """Where the router listens."""
-
-    grpc: int
-    http: int
-    metrics: int
 
 
 class Supervisor:

@@ -38,6 +38,8 @@ class Door:
         self._exposition = exposition
         self._numbers = itertools.count(1)
         self._sessions: dict[Session, Talk] = {}
+        self._owners: dict[str, int] = {}
+        """The session of each request in flight, by the request's id."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -131,7 +133,7 @@ class Door:
         for old in [one for one in self._sessions if one.front_id == hello.front_id]:
             old.close()
             self._sessions.pop(old).hang_up()
-        session = Session(talk, self._brain, next(self._numbers), hello)
+        session = Session(talk, self._brain, self._owners, next(self._numbers), hello)
         self._sessions[session] = talk
         extra = {"front_id": session.front_id, "num_holdings": len(hello.holdings)}
         logger.info("a front came", extra=extra)

@@ -30,7 +30,7 @@ from router.brain.door import Door
 from router.brain.parts import Brain
 from router.metrics import LABELS
 from router.redis_loads import RedisLoadChannel
-from router.server import EXIT_CONFIG, GC_THRESHOLDS
+from router.run_settings import EXIT_CONFIG, GC_THRESHOLDS
 from router.worker_key import WorkerKey
 
 logger = logging.getLogger(__name__)

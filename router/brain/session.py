@@ -7,7 +7,7 @@ import asyncio
 import logging
 
 from pdserve.config.router import BRAIN_BEAT_S
-from pdserve.errors import InternalError, PdserveError
+from pdserve.errors import InternalError, InvalidField, PdserveError
 from pdserve.request import FrontId, RequestId
 from pdserve.rpc.v1 import brain_pb2
 from router.brain.parts import Brain
@@ -26,27 +26,36 @@ logger = logging.getLogger(__name__)
 class Session:
     """Serves one front. One event loop."""
 
-    def __init__(self, talk: Talk, brain: Brain, number: int, hello: brain_pb2.FrontHello) -> None:
+    def __init__(
+        self,
+        talk: Talk,
+        brain: Brain,
+        owners: dict[str, int],
+        number: int,
+        hello: brain_pb2.FrontHello,
+    ) -> None:
         """Charges what the front has in flight.
 
         Args:
             talk: to the front.
             brain: serves all fronts.
+            owners: the session of each request; shared by all sessions.
             number: of no other session.
             hello: the front's first word.
         """
+        self._owners = owners
         self._talk = talk
         self._brain = brain
         self._number = number
         self.front_id = FrontId(hello.front_id)
-        self._ids: set[RequestId] = set()
-        """Requests that may be charged."""
+        self._ids: set[str] = set()
+        """Requests that may be charged, by the ids that the front knows."""
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[int, asyncio.Future[brain_pb2.FrontReply | None]] = {}
         for holding in hello.holdings:
-            adopted = holding_from_wire(holding, self._name)
-            self._ids.add(adopted.request_id)
-            brain.book.adopt(adopted)
+            brain.book.adopt(holding_from_wire(holding, self._name))
+            self._ids.add(holding.request_id)
+            owners[holding.request_id] = number
         talk.say(brain_pb2.Word(welcome=brain_pb2.BrainWelcome()))
 
     async def beat(self) -> None:
@@ -87,7 +96,8 @@ class Session:
                 request_id = self._name(word.hold.request_id)
                 book.keep_only(request_id, [worker_from_wire(one) for one in word.hold.workers])
                 if not book.workers_of(request_id):
-                    self._ids.discard(request_id)
+                    self._ids.discard(word.hold.request_id)
+                    self._disown(word.hold.request_id)
             case "prompt_done":
                 request_id = self._name(word.prompt_done.request_id)
                 book.finish_prefill(request_id, worker_from_wire(word.prompt_done.worker))
@@ -122,7 +132,8 @@ class Session:
         for task in self._calls.values():
             task.cancel()
         for request_id in self._ids:
-            self._brain.book.keep_only(request_id, ())
+            self._brain.book.keep_only(self._name(request_id), ())
+            self._disown(request_id)
         self._ids.clear()
         for future in self._asked.values():
             if not future.done():
@@ -132,6 +143,7 @@ class Session:
         answer = brain_pb2.PlaceAnswer(call=wire.call)
         placer = self._brain.placer
         try:
+            self._own(wire.request_id)
             query = query_from_wire(wire, self._name)
             if wire.HasField("held_by"):
                 prefill = worker_from_wire(wire.held_by)
@@ -145,10 +157,26 @@ class Session:
             logger.exception("a choice failed")
             answer.refusal.CopyFrom(refusal_to_wire(InternalError("the router's brain failed")))
         else:
-            self._ids.update((query.request_id, *query.followers))
+            self._ids.update((wire.request_id, *wire.followers))
             answer.chosen.CopyFrom(placed_to_wire(placed))
+        finally:
+            if wire.request_id not in self._ids:
+                self._disown(wire.request_id)
         self._talk.say(brain_pb2.Word(placed=answer))
 
+    def _own(self, request_id: str) -> None:
+        """Makes sure that no other front has a request of this id: workers know it by that.
+
+        Raises:
+            InvalidField: another has.
+        """
+        if self._owners.setdefault(request_id, self._number) != self._number:
+            raise InvalidField("request_id", request_id, "unique among those in flight")
+
+    def _disown(self, request_id: str) -> None:
+        if self._owners.get(request_id) == self._number:
+            del self._owners[request_id]
+
     def _name(self, request_id: str) -> RequestId:
-        """Names a request as no other front does: clients choose ids, and two may choose one."""
+        """Names a request as no other session does: its front may have been another's."""
         return RequestId(f"{self._number}/{request_id}")

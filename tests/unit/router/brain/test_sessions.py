@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve.config.router import RouterConfig
-from pdserve.errors import NoBrain, NoWorker
+from pdserve.errors import InvalidField, NoBrain, NoWorker
 from pdserve.exposition import TextExposition
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.request import FrontId, Incarnation, RequestId, Role, WorkerId
@@ -148,14 +148,33 @@ async def test_a_choice_is_charged_in_the_brain_and_in_the_front_s_own_book(
     assert fronts[0].book.num_charged == 0
 
 
-async def test_two_fronts_may_have_requests_of_one_id(
+async def test_a_request_s_id_is_one_front_s_until_it_has_ended(
     scene: BrainScene, fronts: list[FrontScene]
 ) -> None:
-    for front in fronts:
-        await front.placer.place(query("same"))
-    assert scene.load() == (2, 2, 2)
+    await fronts[0].placer.place(query("same"))
+    with pytest.raises(InvalidField, match="unique among those in flight"):
+        await fronts[1].placer.place(query("same"))
+    assert scene.load() == (1, 1, 1)
+    # The next attempt of the one that has it.
+    await fronts[0].placer.place(query("same"))
     fronts[0].placer.keep_only(RequestId("same"), ())
-    await eventually(lambda: scene.load() == (1, 1, 1))
+    await eventually(lambda: scene.load() == (0, 0, 0))
+    await fronts[1].placer.place(query("same"))
+    assert scene.load() == (1, 1, 1)
+
+
+async def test_an_id_is_free_again_when_its_request_was_cancelled_while_it_waited(
+    scene: BrainScene, fronts: list[FrontScene]
+) -> None:
+    for number in range(int(PROMPTS_AHEAD)):
+        await fronts[0].placer.place(query(f"r{number}", waits_for_turn=True))
+    waiting = asyncio.create_task(fronts[0].placer.place(query("same", waits_for_turn=True)))
+    await eventually(lambda: len(scene.brain.room) == 1)
+    with pytest.raises(InvalidField):
+        await fronts[1].placer.place(query("same"))
+    waiting.cancel()
+    await eventually(lambda: len(scene.brain.room) == 0)
+    assert (await fronts[1].placer.place(query("same"))).decode == D0
 
 
 async def test_other_samples_are_charged_and_given_back_one_by_one(
@@ -223,7 +242,7 @@ async def test_a_front_that_dies_gives_back_its_load_and_its_place(
     for number in range(int(PROMPTS_AHEAD)):
         await fronts[0].placer.place(query(f"r{number}", waits_for_turn=True))
     waits = [
-        asyncio.create_task(front.placer.place(query("late", waits_for_turn=True)))
+        asyncio.create_task(front.placer.place(query(front.name, waits_for_turn=True)))
         for front in fronts
     ]
     await eventually(lambda: len(scene.brain.room) == 2)
