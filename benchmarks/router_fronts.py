@@ -17,12 +17,13 @@ import uvloop
 from benchmarks.processes import cpu_s, percentile
 from benchmarks.report import Row
 from benchmarks.router_site import PROMPT, Site, make_request, serving
-from benchmarks.streams import NUM_RUNS, NUM_STREAMS, OUTPUT_TOKENS, read_stream
+from benchmarks.streams import NUM_STREAMS, OUTPUT_TOKENS, read_stream
 from pdserve.rpc.server import channel_options
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 NUM_CONNECTIONS = 16
-NUM_SHORT = 1000
+NUM_RUNS = 5
+NUM_SHORT = 600
 NUM_SINGLE = 200
 FRONTS_WORKLOAD = (
     f"{NUM_STREAMS} streams of {OUTPUT_TOKENS} tokens over {NUM_CONNECTIONS} connections, equally "

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -122,12 +122,12 @@ def group(redis: RedisServer, text_folder: Path) -> Iterator[Group]:
 
 
 @asynccontextmanager
-async def workers(group: Group, token_delay_s: float = 0.02) -> AsyncIterator[FakeNetwork]:
+async def workers(group: Group, prefill: Script | None = None) -> AsyncIterator[FakeNetwork]:
     async with RedisRegistry(group.redis_url, group.cluster) as registry:
         network = FakeNetwork(registry)
         life = int.from_bytes(os.urandom(4), "big")
-        await network.start("p0", Role.PREFILL, incarnation=life)
-        script = Script(token_delay_s=token_delay_s)
+        await network.start("p0", Role.PREFILL, prefill, incarnation=life)
+        script = Script(token_delay_s=0.02)
         await network.start("d0", Role.DECODE, script, incarnation=life)
         try:
             yield network
@@ -170,11 +170,14 @@ async def _sees_all(stub: "inference_pb2_grpc.InferenceStub") -> bool:
 
 
 async def stream(
-    stub: "inference_pb2_grpc.InferenceStub", request_id: str, max_tokens: int = ENDLESS
+    stub: "inference_pb2_grpc.InferenceStub",
+    request_id: str,
+    max_tokens: int = ENDLESS,
+    prompt: Sequence[int] = PROMPT,
 ) -> Result:
     result = Result()
     try:
-        request = request_for(request_id=request_id, max_tokens=max_tokens)
+        request = request_for(prompt, request_id=request_id, max_tokens=max_tokens)
         async for message in stub.Generate(request, timeout=60):
             result.token_ids += message.chunk.token_ids
             if message.WhichOneof("event") == "completion":
@@ -212,6 +215,33 @@ async def test_kill_9_of_a_front_gives_its_load_back_and_leaves_the_other_s_stre
         check_tokens(result)
         assert len(result.token_ids) > 8
         await group.shows("pdserve_router_charged", 0)
+
+
+async def test_A6_a_client_that_goes_away_while_it_waits_frees_its_place_in_the_brain(
+    group: Group,
+) -> None:
+    # Two steps of prompts are sent ahead, and none is done for long.
+    slow = Script(hold_first_token_s=60.0)
+    async with workers(group, slow), a_stub_of_each_front(group) as stubs:
+        one, other = stubs.values()
+        busy = [
+            asyncio.create_task(stream(one, f"busy{number}", 8, [100 + number] * 4000))
+            for number in range(5)
+        ]
+        await group.shows("pdserve_router_charged", 5)
+        waiting = [
+            asyncio.create_task(stream(stub, f"waits{number}", 8))
+            for number, stub in enumerate((one, other))
+        ]
+        await group.shows("pdserve_router_turns_waiting", 2)
+        waiting[0].cancel()
+        await group.shows("pdserve_router_turns_waiting", 1, timeout_s=3.0)
+        assert group.figure("pdserve_router_charged") == 5
+        for task in (*busy, *waiting):
+            task.cancel()
+        await asyncio.wait((*busy, *waiting))
+        await group.shows("pdserve_router_charged", 0, timeout_s=3.0)
+        await group.shows("pdserve_router_turns_waiting", 0, timeout_s=3.0)
 
 
 @pytest.mark.parametrize(
