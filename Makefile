@@ -3,7 +3,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 # Most of the suite's time is waiting for processes: two files at once halve it on two cores.
-SUITE := $(PYTEST) -m "not gpu and not soak" -n 2 --dist loadfile
+# Files come in the order of tests/conftest.py, which mixes those that wait with those that compute.
+SUITE := $(PYTEST) -m "not gpu and not soak" -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo demo-autoscale test check lint types imports stubs rooms fields soak clean
 
@@ -13,10 +14,11 @@ $(VENV)/.run: pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.run
-	@echo "installing what tests and checks need ..."
+$(VENV)/.dev: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing pdserve and what its tests and checks need into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.run $@
 
 demo: $(VENV)/.run
 	@$(BIN)/pdserve demo

@@ -7,34 +7,33 @@ from kv_transfer.decode_actions import (
     AnswerReserve,
     CancelOutcome,
     DecodeAction,
+    Expect,
     RejectFrame,
     Scatter,
     Start,
 )
 from kv_transfer.decode_counters import DecodeCounters
-from kv_transfer.events import FrameLanded, LinkEnds, LinkId, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, LinkEnds, LinkId, TokensTold
 from kv_transfer.fences import Fences
-from kv_transfer.lanes import KvPair, make_pair
-from kv_transfer.plan import make_manifest
+from kv_transfer.lanes import KvPair
 from kv_transfer.protocol import (
     Acknowledged,
     BlockReserver,
     Envelope,
     FirstToken,
-    Grant,
     HandoffAborted,
     Identity,
     LinkEndpoint,
     Refusal,
     RefusalReason,
-    salt_digest,
 )
 from kv_transfer.reservation import Reservation
-from pdserve.config.link_memory import settle_frame_tokens
+from kv_transfer.reservation_book import ReservationBook
+from kv_transfer.terms import Terms
+from pdserve.config.link_memory import FrameSizes
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
-from pdserve.errors import ConfigError
-from pdserve.request import HandoffId, Incarnation, Request, RequestId, ReservationId, WorkerId
+from pdserve.request import Incarnation, Request, RequestId, ReservationId, WorkerId
 from pdserve.timeline import Clock
 
 RETRY_AFTER_QUARANTINE_S = 0.05
@@ -47,7 +46,7 @@ class DecodeHandoffs:
     thread only. Blocks leave a reservation in exactly one way: `BlockReserver.release`, or `Start`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         *,
         me: Identity,
@@ -57,31 +56,30 @@ class DecodeHandoffs:
         link_endpoints: tuple[LinkEndpoint, ...],
         mint_id: Callable[[], ReservationId],
         clock: Clock,
+        frame_sizes: FrameSizes | None = None,
     ) -> None:
         """Starts empty.
 
         Args:
             me: this worker.
             geometry: the shape of its blocks.
-            config: leases and frame size.
+            config: leases.
             reserver: the scheduler.
             link_endpoints: where this worker's ranks listen for links, in their order.
             mint_id: returns 128 fresh random bits.
             clock: gives monotonic seconds.
+            frame_sizes: how prompts are cut; None: as on a CPU.
         """
         self.counters = DecodeCounters()
         self.is_draining = False
         """True refuses new reservations."""
         self._me = me
-        self._geometry = geometry
         self._config = config
-        self._frame_tokens = settle_frame_tokens(config, geometry, is_on_gpu=False)
+        self._terms = Terms(me, geometry, config, link_endpoints, frame_sizes)
         self._reserver = reserver
-        self._link_endpoints = link_endpoints
         self._mint_id = mint_id
         self._clock = clock
-        self._reservations: dict[ReservationId, Reservation] = {}
-        self._by_handoff: dict[HandoffId, ReservationId] = {}
+        self._reservations = ReservationBook()
         self._peers: dict[WorkerId, Incarnation] = {}
         self._epochs: dict[LinkEnds, int] = {}
         """Of the latest link over which frames of each pair of ranks came."""
@@ -95,15 +93,15 @@ class DecodeHandoffs:
     @property
     def num_receiving(self) -> int:
         """Reservations of which some frames have come."""
-        return sum(bool(entry.landed) for entry in self._reservations.values())
+        return self._reservations.num_receiving
 
     def reserve(self, call_id: int, envelope: Envelope, request: Request) -> list[DecodeAction]:
         """Answers a Reserve call; a newer attempt drops what older ones of its hand-off hold."""
-        pair = self._check_envelope(envelope, request)
+        pair = self._check(envelope, request)
         if isinstance(pair, Refusal):
             return [self._refuse(call_id, pair)]
         actions = self._meet_peer(envelope)
-        live = self._find(envelope.handoff_id)
+        live = self._reservations.find(envelope.handoff_id)
         if live is not None and live.envelope.key == envelope.key and not live.is_aborting:
             return [*actions, AnswerReserve(call_id=call_id, answer=live.grant)]
         fenced = self._fences.check(envelope, request.request_id)
@@ -114,7 +112,7 @@ class DecodeHandoffs:
         self._fences.raise_to(envelope.handoff_id, envelope.key, self._clock.now())
         for old in self._fences.take_started(envelope.handoff_id):
             self._reserver.stop(old)
-        return [*actions, self._grant(call_id, envelope, request, pair)]
+        return [*actions, *self._grant(call_id, envelope, request, pair)]
 
     def frame_landed(self, landed: FrameLanded) -> list[DecodeAction]:
         """Checks a frame; it is scattered, or rejected and its hand-off aborted."""
@@ -130,21 +128,31 @@ class DecodeHandoffs:
                 self._reject(landed, detail),
                 *self._abort(entry, RefusalReason.INCOMPATIBLE, detail),
             ]
-        ends = landed.link.ends
-        entry.links[ends] = landed.link
-        self._epochs[ends] = max(landed.link.epoch, self._epochs.get(ends, 0))
-        entry.landed.add(landed.frame_index)
+        self._note_landed(entry, landed)
         entry.scattering.add(landed.frame_index)
-        entry.expires_at_s = self._clock.now() + self._config.lease_s
-        self.counters.bytes_landed += landed.num_bytes
         frame = entry.manifest.frames[landed.frame_index]
         return [Scatter(reservation_id=landed.reservation_id, frame=frame, landed=landed)]
+
+    def frame_placed(self, placed: FramePlaced) -> list[DecodeAction]:
+        """Checks a frame that its link has written to its blocks already."""
+        entry = self._reservations.get(placed.reservation_id)
+        if entry is None or entry.is_aborting:
+            self.counters.frames_rejected += 1
+            return []
+        fault = entry.find_fault(placed)
+        if fault is not None:
+            self.counters.frames_rejected += 1
+            detail = f"frame {placed.frame_index}: {fault}"
+            return self._abort(entry, RefusalReason.INCOMPATIBLE, detail)
+        self._note_landed(entry, placed)
+        return self._start_if_landed(entry)
 
     def frame_scattered(
         self, reservation_id: ReservationId, frame_index: int
     ) -> list[DecodeAction]:
         """Notes that a `Scatter` is through; its blocks are not written any more."""
-        entry = self._reservations[reservation_id]
+        entry = self._reservations.get(reservation_id)
+        assert entry is not None, "a reservation stays while a scatter is pending"
         entry.scattering.discard(frame_index)
         if entry.is_aborting:
             self._release_if_quiet(entry)
@@ -195,7 +203,7 @@ class DecodeHandoffs:
         if envelope.decode_incarnation != self._me.incarnation:
             self.counters.stale_refused += 1
             return []
-        live = self._find(envelope.handoff_id)
+        live = self._reservations.find(envelope.handoff_id)
         actions: list[DecodeAction] = []
         if live is not None and live.envelope.key <= envelope.key:
             actions = self._abort(live, RefusalReason.STALE, detail)
@@ -213,7 +221,7 @@ class DecodeHandoffs:
         self._fences.cancel(request_id, attempt, self._clock.now())
         actions: list[DecodeAction] = []
         was_known = False
-        for entry in list(self._reservations.values()):
+        for entry in self._reservations.all():
             if entry.request.request_id == request_id and entry.envelope.attempt <= attempt:
                 was_known = True
                 actions += self._abort(entry, RefusalReason.CANCELLED, "cancelled")
@@ -233,7 +241,7 @@ class DecodeHandoffs:
         actions: list[DecodeAction] = []
         ends = link.ends
         is_latest = link.epoch >= self._epochs.get(ends, 0)
-        for entry in list(self._reservations.values()):
+        for entry in self._reservations.all():
             is_peers = entry.envelope.prefill_incarnation == link.peer
             if not is_peers or not entry.misses_frames_of(ends):
                 continue
@@ -247,7 +255,7 @@ class DecodeHandoffs:
         """Drops what nobody renewed."""
         now = self._clock.now()
         actions: list[DecodeAction] = []
-        for entry in list(self._reservations.values()):
+        for entry in self._reservations.all():
             if now >= entry.expires_at_s and not entry.is_aborting:
                 self.counters.leases_expired += 1
                 actions += self._abort(entry, RefusalReason.STALE, "lease expired")
@@ -256,26 +264,19 @@ class DecodeHandoffs:
 
     # Everything below is one step of the above.
 
-    def _check_envelope(self, envelope: Envelope, request: Request) -> KvPair | Refusal:
-        """Returns how KV travels from this prefill worker, or why it does not."""
-        if (
-            envelope.decode_worker_id != self._me.worker_id
-            or envelope.decode_incarnation != self._me.incarnation
-        ):
-            return Refusal(reason=RefusalReason.STALE, detail="meant for another incarnation")
-        if envelope.compatibility_digest != self._me.compatibility_digest:
-            return Refusal(reason=RefusalReason.INCOMPATIBLE, detail="compatibility digests differ")
-        if envelope.tenant_salt_digest != salt_digest(request.tenant_salt):
-            return Refusal(reason=RefusalReason.INCOMPATIBLE, detail="tenant salt digests differ")
-        if envelope.handoff_id != request.handoff_id or envelope.attempt != request.attempt:
-            return Refusal(reason=RefusalReason.STALE, detail="envelope and request differ")
-        if self.is_draining:
-            return Refusal(reason=RefusalReason.DRAINING, detail="this worker drains")
-        theirs = self._geometry.in_shape(envelope.prefill_shape)
-        try:
-            return make_pair(theirs, self._geometry, self._config.wire_dtype)
-        except ConfigError as error:
-            return Refusal(reason=RefusalReason.INCOMPATIBLE, detail=str(error))
+    def _note_landed(self, entry: Reservation, landed: FrameLanded | FramePlaced) -> None:
+        ends = landed.link.ends
+        entry.links[ends] = landed.link
+        self._epochs[ends] = max(landed.link.epoch, self._epochs.get(ends, 0))
+        entry.landed.add(landed.frame_index)
+        entry.expires_at_s = self._clock.now() + self._config.lease_s
+        self.counters.bytes_landed += landed.num_bytes
+
+    def _check(self, envelope: Envelope, request: Request) -> KvPair | Refusal:
+        terms = self._terms.check(envelope, request)
+        if isinstance(terms, Refusal) or not self.is_draining:
+            return terms
+        return Refusal(reason=RefusalReason.DRAINING, detail="this worker drains")
 
     def _meet_peer(self, envelope: Envelope) -> list[DecodeAction]:
         """Drops what an earlier life of the same prefill worker left behind."""
@@ -287,7 +288,7 @@ class DecodeHandoffs:
             self._epochs = {ends: at for ends, at in self._epochs.items() if ends.peer != old}
         self._peers[worker_id] = incarnation
         actions: list[DecodeAction] = []
-        for entry in list(self._reservations.values()):
+        for entry in self._reservations.all():
             theirs = entry.envelope
             if theirs.prefill_worker_id == worker_id and theirs.prefill_incarnation != incarnation:
                 actions += self._abort(entry, RefusalReason.STALE, "the prefill worker restarted")
@@ -295,54 +296,42 @@ class DecodeHandoffs:
 
     def _grant(
         self, call_id: int, envelope: Envelope, request: Request, pair: KvPair
-    ) -> AnswerReserve:
-        if self._find(envelope.handoff_id) is not None:
+    ) -> list[DecodeAction]:
+        if self._reservations.find(envelope.handoff_id) is not None:
             # The older attempt's last scatter still writes the blocks of this very request.
-            return self._refuse(
-                call_id,
-                Refusal(
-                    reason=RefusalReason.NO_ROOM,
-                    detail="the previous attempt's blocks are still being written",
-                    retry_after_s=RETRY_AFTER_QUARANTINE_S,
-                ),
+            refusal = Refusal(
+                reason=RefusalReason.NO_ROOM,
+                detail="the previous attempt's blocks are still being written",
+                retry_after_s=RETRY_AFTER_QUARANTINE_S,
             )
+            return [self._refuse(call_id, refusal)]
         reservation_id = self._mint_id()
         outcome = self._reserver.reserve(reservation_id, request)
         if isinstance(outcome, Refusal):
-            return self._refuse(call_id, outcome)
-        manifest = make_manifest(
-            pair,
-            len(request.token_ids),
-            outcome.num_cached_tokens,
-            self._frame_tokens,
-            self._config.frame_layers,
-        )
-        grant = Grant(
-            reservation_id=reservation_id,
-            num_cached_tokens=outcome.num_cached_tokens,
-            manifest_digest=manifest.digest,
-            links=self._link_endpoints,
-            lease_s=self._config.lease_s,
-            frame_tokens=self._frame_tokens,
-            frame_layers=self._config.frame_layers,
-            decode_shape=self._me.shape,
-            wire_dtype=pair.wire_dtype,
-        )
-        self._reservations[reservation_id] = Reservation(
+            return [self._refuse(call_id, outcome)]
+        num_tokens, num_cached = len(request.token_ids), outcome.num_cached_tokens
+        manifest = self._terms.make_manifest(pair, num_tokens, num_cached)
+        grant = self._terms.make_grant(reservation_id, pair, manifest, num_tokens, num_cached)
+        entry = Reservation(
             envelope=envelope,
             request=request,
             grant=grant,
             manifest=manifest,
             expires_at_s=self._clock.now() + self._config.lease_s,
         )
-        self._by_handoff[envelope.handoff_id] = reservation_id
+        self._reservations.add(entry)
         self.counters.granted += 1
-        return AnswerReserve(call_id=call_id, answer=grant)
+        expect = Expect(
+            reservation_id=reservation_id,
+            peer=envelope.prefill_incarnation,
+            frames=manifest.frames,
+        )
+        return [expect, AnswerReserve(call_id=call_id, answer=grant)]
 
     def _start_if_landed(self, entry: Reservation) -> list[DecodeAction]:
         if not entry.first_tokens or not entry.has_landed:
             return []
-        self._forget(entry)
+        self._reservations.remove(entry)
         self._fences.start(entry.envelope, entry.reservation_id, self._clock.now())
         self.counters.started += 1
         start = Start(
@@ -375,16 +364,8 @@ class DecodeHandoffs:
         """Gives the blocks back, once no scatter into them is pending."""
         if entry.scattering:
             return
-        self._forget(entry)
+        self._reservations.remove(entry)
         self._reserver.release(entry.reservation_id)
-
-    def _forget(self, entry: Reservation) -> None:
-        del self._reservations[entry.reservation_id]
-        del self._by_handoff[entry.envelope.handoff_id]
-
-    def _find(self, handoff_id: HandoffId) -> Reservation | None:
-        reservation_id = self._by_handoff.get(handoff_id)
-        return None if reservation_id is None else self._reservations[reservation_id]
 
     def _renew(self, envelope: Envelope) -> bool:
         if envelope.reservation_id is None:

@@ -1,6 +1,7 @@
 """Spans of hand-offs: packing and scattering of frames, and what links report."""
 
-from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, FrameSent, LinkDown, LinkEnds, TokensTold
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.shipping import ShipFrame, Shipper, Unloader, UnloadFrame
 from kv_transfer.transport import LinkPeer, LinkStatus
@@ -16,11 +17,16 @@ def describe_event(event: object) -> dict[str, Detail]:
         case rank_pb2.ToRank():
             return _describe_message(event)
         case FrameSent():
-            return {"event": "frame sent", **_frame(event.reservation_id, event.frame_index)}
+            sent = {"event": "frame sent", **_frame(event.reservation_id, event.frame_index)}
+            if event.on_link_s is not None:
+                sent["on_link_us"] = round(1e6 * event.on_link_s)
+            return sent
         case TokensTold():
             return {"event": "tokens told", "reservation": event.words.reservation_id.hex()}
         case FrameLanded():
             return {"event": "frame landed", **_frame(event.reservation_id, event.frame_index)}
+        case FramePlaced():
+            return {"event": "frame placed", **_frame(event.reservation_id, event.frame_index)}
         case _:
             return {}
 
@@ -82,6 +88,14 @@ class SpanUnloader:
     def endpoints(self) -> tuple[LinkEndpoint, ...]:
         """Passes it on."""
         return self._unloader.endpoints()
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Passes it on."""
+        self._unloader.expect(expected)
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Passes it on."""
+        self._unloader.withdraw(reservation_id)
 
     def unload(self, order: UnloadFrame) -> bool:
         """Unloads a frame, and notes what that took on the host."""

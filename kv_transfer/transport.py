@@ -10,8 +10,10 @@ from typing import Protocol
 from torch import Tensor
 
 from kv_transfer.events import FrameLanded
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.link_device import Mark
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
+from pdserve.cache.kv_marks import KvMark
 from pdserve.cache.kv_region import KvRegion
 from pdserve.request import Incarnation, ReservationId, WorkerId
 
@@ -36,6 +38,8 @@ class OutgoingFrame:
     payload: Tensor | KvRegion
     """Packed: uint8 [num_bytes], contiguous, on the CPU. Or where it lies in a GPU's blocks, from
     which the link reads it; `FrameSender.cancel` tells when that is over."""
+    after: KvMark | None = None
+    """From where on it is in its blocks, on a GPU; None: it is there."""
 
     @property
     def is_in_blocks(self) -> bool:
@@ -98,6 +102,14 @@ class FrameReceiver(Protocol):
 
     def endpoint(self) -> LinkEndpoint:
         """Returns where prefill ranks connect, and what they must say."""
+        ...
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Lets frames be written as they land, where links can; each is told by FramePlaced."""
+        ...
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Ends that; nothing writes the reservation's blocks any more. Unknown ones are fine."""
         ...
 
     def payload(self, landed: FrameLanded) -> Tensor:

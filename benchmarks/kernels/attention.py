@@ -22,8 +22,9 @@ from benchmarks.kernels.attention_checks import (
 from benchmarks.kernels.paged import BLOCK_SIZE, make_paged_kv, time_calls
 from benchmarks.kernels.record import Record, show
 from pdserve.kernels.dense_attention import dense_attention
-from pdserve.kernels.prefill_attention import PrefillTuning, prefill_attention
 from pdserve.kernels.prefill_attention import make_scratch as make_prefill_scratch
+from pdserve.kernels.prefill_attention import prefill_attention
+from pdserve.kernels.prefill_tuning import PrefillTuning
 
 HEADS, KV_HEADS, HEAD_DIM = LLAMA
 Shape = tuple[int, int]

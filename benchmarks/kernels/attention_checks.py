@@ -16,8 +16,9 @@ from benchmarks.kernels.paged import (
 from pdserve.kernels.decode_attention import DecodeTuning, decode_attention
 from pdserve.kernels.decode_scratch import DecodeScratch, make_scratch
 from pdserve.kernels.dense_attention import dense_attention
-from pdserve.kernels.prefill_attention import PrefillTuning, prefill_attention
 from pdserve.kernels.prefill_attention import make_scratch as make_prefill_scratch
+from pdserve.kernels.prefill_attention import prefill_attention
+from pdserve.kernels.prefill_tuning import PrefillTuning
 from pdserve.kernels.rotary_store import rotate_and_store
 from pdserve.kernels.streamed_attention import StreamTuning
 

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from launcher.client import Generation, generate_stream, get_loads, open_sync_channel
-from launcher.commands.serve import default_log_level
 from launcher.demo_script import KILL_DRILL, MODEL, ROUNDS, ChatTurn, DemoPrompt
 from launcher.demo_view import StreamPrinter, timeline_table
 from launcher.local_pool import LocalCluster
+from launcher.options.life import default_log_level
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from pdserve.config.log_level import LogLevel

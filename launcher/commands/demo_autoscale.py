@@ -19,9 +19,9 @@ from autoscaler.policy import POOLS
 from autoscaler.settings import PoolRange, ScalingSettings
 from launcher.client import generate_stream, open_sync_channel
 from launcher.commands.demo import Log
-from launcher.commands.serve import default_log_level
 from launcher.demo_script import MODEL
 from launcher.local_pool import LocalCluster
+from launcher.options.life import default_log_level
 from launcher.scaled_cluster import Autoscaling
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig, LoadFormat

@@ -11,7 +11,7 @@ from pdserve.cuda.step_inputs import InputWriter, PromptInputs, StepInputs, slot
 from pdserve.cuda.step_rows import PromptChunk
 from pdserve.cuda.step_shape import ShapeChooser, StepShape
 from pdserve.engine.batch import SequenceSlice, StepPlan
-from pdserve.kernels.prefill_attention import LONG_CONTEXT_TOKENS
+from pdserve.kernels.prefill_tuning import LONG_CONTEXT_TOKENS
 from pdserve.request import RequestId
 
 

@@ -19,13 +19,8 @@ from pdserve.kernels.dense_attention import (
     dense_attention,
     is_dense_faster,
 )
-from pdserve.kernels.prefill_attention import (
-    FEW_ROWS,
-    LONG_CONTEXT_TOKENS,
-    PrefillScratch,
-    prefill_attention,
-    splits_for,
-)
+from pdserve.kernels.prefill_attention import PrefillScratch, prefill_attention
+from pdserve.kernels.prefill_tuning import FEW_ROWS, LONG_CONTEXT_TOKENS, splits_for
 from pdserve.kernels.streamed_attention import StreamTuning
 
 SPLIT_ROWS = FEW_ROWS * splits_for(FEW_ROWS, LONG_CONTEXT_TOKENS)

@@ -129,13 +129,8 @@ def receive_row(
         added += bits.to(DTYPE, bitcast=True).to(tl.float32)
     if HAS_RESIDUAL:
         added = residual + added
-    rounded = added.to(residual_ptr.dtype.element_ty)
-    tl.store(residual_at, rounded, mask=is_inside)
-    # The norm of what was stored, so that a later reader of the residual sees the same.
-    total = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, axis=0) / num_columns + epsilon)
-    out = total * scale * weight
-    tl.store(out_ptr + row * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=is_inside)
+    out_at = out_ptr + row * out_stride + columns
+    norm_row(added, residual_at, weight, out_at, is_inside, num_columns, epsilon)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -170,7 +165,6 @@ def ranks_norm_kernel(
     DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     EMPTY: tl.constexpr = EMPTY_HALF if IS_NARROW else EMPTY_WORD
     PER_WORD: tl.constexpr = 2 if IS_NARROW else 1
-    row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_E)
     weight = tl.load(weight_ptr + columns, mask=columns < num_columns, other=0).to(tl.float32)
     if USE_PDL:
@@ -180,7 +174,7 @@ def ranks_norm_kernel(
     own = send_row(
         x_ptr,
         rings,
-        row,
+        tl.program_id(0),
         slot,
         sender_values,
         x_stride_s,
@@ -194,8 +188,8 @@ def ranks_norm_kernel(
         IS_NARROW,
         BLOCK_E,
     )
-    if HAS_MORE_ROWS:
-        for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        if HAS_MORE_ROWS:
             # The link is kept busy while this row is on its way.
             following = send_row(
                 x_ptr,
@@ -214,30 +208,6 @@ def ranks_norm_kernel(
                 IS_NARROW,
                 BLOCK_E,
             )
-            receive_row(
-                own,
-                rings,
-                residual_ptr,
-                weight,
-                out_ptr,
-                state_ptr,
-                row,
-                slot,
-                sender_values,
-                residual_stride,
-                out_stride,
-                num_columns,
-                epsilon,
-                max_polls,
-                RANK,
-                NUM_RANKS,
-                HAS_RESIDUAL,
-                DTYPE,
-                EMPTY,
-                BLOCK_E,
-            )
-            own = following
-    else:
         receive_row(
             own,
             rings,
@@ -260,6 +230,8 @@ def ranks_norm_kernel(
             EMPTY,
             BLOCK_E,
         )
+        if HAS_MORE_ROWS:
+            own = following
     sent_words = (num_rows * num_columns + PER_WORD - 1) // PER_WORD
     end_round(
         rings[RANK],

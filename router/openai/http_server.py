@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdserve.errors import ConfigError
-from pdserve.rpc.server import check_port_is_free, join_address, resolve_host
+from pdserve.rpc.server import check_port_is_free, join_address, resolve_host, shared_socket
 
 ABORT_KEY = "pdserve.abort"
 """Scope key of what resets the connection: ASGI has no word for that."""
@@ -45,17 +45,25 @@ class HttpServer:
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
         """Binds exactly one address and accepts; returns the port, port 0 takes a free one.
+
+        Args:
+            host: name or address.
+            port: of this listener.
+            shares_port: others of this user may listen there too, and get their share of clients.
 
         Raises:
             ConfigError: the host does not resolve, or the port is in use or forbidden.
         """
         address = resolve_host(host)
-        check_port_is_free(address, port)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener = shared_socket(address)
+        else:
+            check_port_is_free(address, port)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted sockets inherit it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:

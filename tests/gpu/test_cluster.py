@@ -11,9 +11,10 @@ import pytest
 
 from launcher.client import Generation
 from pdserve.config.engine import Dtype
-from pdserve.config.worker import FaultConfig
+from pdserve.config.worker import FaultConfig, HandoffConfig
 from tests.support.cluster import (
     TEST_ENGINE,
+    TEST_HANDOFF,
     ClusterHarness,
     HarnessClient,
     running_cluster,
@@ -57,11 +58,14 @@ def start(
     num_prefill: int,
     num_decode: int,
     dtype: Dtype = "bfloat16",
+    handoff: HandoffConfig = TEST_HANDOFF,
+    eager: bool = False,
     step_delay_s: float = 0.0,
 ) -> AbstractContextManager[ClusterHarness]:
     return running_cluster(
         folder,
-        engine=replace(ENGINE, model=str(folder), dtype=dtype),
+        engine=replace(ENGINE, model=str(folder), dtype=dtype, enforce_eager=eager),
+        handoff=handoff,
         num_prefill=num_prefill,
         num_decode=num_decode,
         # A hand-off that fails must not be mended by computing the prompt again.
@@ -100,6 +104,18 @@ def test_TOK_kv_handed_off_between_two_gpu_processes_gives_one_engines_tokens(
 
 def num_handoffs(harness: ClusterHarness) -> float:
     return harness.scrape_worker("decode-0")["pdserve_handoffs_completed_total"]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_TOK_layers_that_leave_during_their_step_give_one_engines_tokens(
+    folder: Path, expected: list[list[int]], eager: bool
+) -> None:
+    handoff = replace(TEST_HANDOFF, frame_layers=1, layered_from_tokens=1)
+    with start(folder, num_prefill=1, num_decode=1, handoff=handoff, eager=eager) as harness:
+        assert asyncio.run(all_tokens(harness)) == expected
+        wait_until(lambda: num_handoffs(harness) == len(PROMPTS), 10.0)
+        figures = harness.scrape_worker("decode-0")
+    assert figures["pdserve_recomputed_prompt_tokens_total"] == 0
 
 
 def test_C14_a_gpu_decode_rank_killed_in_mid_stream_costs_no_token(folder: Path) -> None:

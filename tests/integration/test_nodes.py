@@ -123,7 +123,7 @@ def start_stage(host: NetNamespace, url: str, *flags: str, token: str = TOKEN) -
     return spawn(host.wrap(argv), env=environment, name="stage")
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.soak), 2])
 async def test_TOK_stages_on_two_hosts_give_the_tokens_of_one_rank(
     tiny_llama_folder: Path,  # noqa: F811
     runner: ModelRunner,
@@ -152,7 +152,7 @@ async def test_TOK_stages_on_two_hosts_give_the_tokens_of_one_rank(
     wait_until(lambda: not any(is_running(pid) for pid in far), 10.0)
 
 
-@pytest.mark.parametrize("victim", ["rank", "holder"])
+@pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.soak), "holder"])
 async def test_A15_a_killed_stage_on_the_other_host_restarts_its_replica_and_changes_no_token(
     tiny_llama_folder: Path,  # noqa: F811
     runner: ModelRunner,

@@ -122,6 +122,7 @@ def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
         nodes.stop()
 
 
+@pytest.mark.soak
 def test_replicas_take_a_node_each_whole_and_move_to_another_when_theirs_is_killed(
     tiny_llama_folder: Path,  # noqa: F811
     ray_nodes: RayNodes,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -81,6 +82,7 @@ def test_serve_tells_its_phases_and_drains_on_sigterm(served: Served) -> None:
     pids = served.pids()
     assert len(pids) == 2 + 2 * 2
     text = "\n".join(served.lines)
+    assert '"level": "INFO"' in text
     for phase in ("model", "redis", "workers and router"):
         assert re.search(rf"^{phase} ready after \d+\.\d s$", text, re.MULTILINE)
     assert re.search(r"^prefill: 1 x, KV for [\d,]+ tokens \(prefill-0 127", text, re.MULTILINE)
@@ -159,9 +161,7 @@ def test_status_shows_a_worker_that_is_restarting(served: Served) -> None:
     wait_until(lambda: rows() == {"prefill-0": "ready", "decode-0": "ready"}, 60)
 
 
-def test_log_level_silences_the_children(served: Served, tiny_llama_folder: Path) -> None:  # noqa: F811
-    served.wait_ready()
-    assert any('"level": "INFO"' in line for line in served.lines)
+def test_log_level_silences_the_children(tiny_llama_folder: Path) -> None:  # noqa: F811
     flags = ("--port", "0", "--http-port", "0", "--kv-cache-memory", "16M", "--prefill", "0")
     quiet = Served(str(tiny_llama_folder), *flags, "--log-level", "warning")
     try:
@@ -172,6 +172,7 @@ def test_log_level_silences_the_children(served: Served, tiny_llama_folder: Path
     assert not any('"level": "INFO"' in line for line in quiet.lines)
 
 
+@pytest.mark.soak
 def test_C10_killed_serve_leaves_no_process(served: Served) -> None:
     served.wait_ready()
     pids = served.pids()
@@ -180,10 +181,11 @@ def test_C10_killed_serve_leaves_no_process(served: Served) -> None:
     wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
 
 
-def test_port_in_use_is_one_line_and_status_2(served: Served, tiny_llama_folder: Path) -> None:  # noqa: F811
-    port = served.wait_ready().rpartition(":")[2]
-    second = Served(str(tiny_llama_folder), "--port", port, "--http-port", "0")
-    assert second.process.wait(30) == 2
+def test_port_in_use_is_one_line_and_status_2(tiny_llama_folder: Path) -> None:  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        second = Served(str(tiny_llama_folder), "--port", str(port), "--http-port", "0")
+        assert second.process.wait(30) == 2
     second.reader.join(5)
     assert [line for line in second.lines if line.startswith("pdserve: ")] == second.lines[-1:]
     assert f"port {port} is already in use" in second.lines[-1]

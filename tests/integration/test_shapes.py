@@ -27,6 +27,7 @@ from tests.support.cluster import (
 from tests.support.generation import generate, make_request, make_runner
 from tests.support.models import tiny_llama_folder  # noqa: F401
 from tests.support.oracles import assert_ledger, assert_not_recomputed, assert_one_end
+from tests.support.tiny_models import make_tiny_llama
 
 PROMPTS = tuple(
     tuple((13 * index + seed) % 350 + 10 for index in range(length))
@@ -65,10 +66,27 @@ def cluster_of(
         yield harness
 
 
+@pytest.fixture(scope="module")
+def wide(tiny_llama_folder: Path) -> Iterator[ClusterHarness]:  # noqa: F811
+    """Tensor ranks and stages at once: prefill of four ranks, decode of two stages."""
+    with cluster_of(tiny_llama_folder, shape_of(2, 2, 1, 2)) as harness:
+        yield harness
+
+
+async def test_A15_TOK_kv_of_stages_of_two_ranks_decodes_on_stages_of_one(
+    wide: ClusterHarness, runner: ModelRunner
+) -> None:
+    await assert_same_tokens(wide, runner, [4, 2])
+
+
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 2, 2), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 1, 2)],
-    ids=["1x1-2x2", "2x1-1x1", "1x2-2x1", "2x2-1x2"],
+    [
+        (1, 2, 2, 1),
+        pytest.param((1, 1, 2, 2), marks=pytest.mark.soak),
+        pytest.param((2, 1, 1, 1), marks=pytest.mark.soak),
+    ],
+    ids=["1x2-2x1", "1x1-2x2", "2x1-1x1"],
 )
 async def test_A15_TOK_kv_of_one_shape_decodes_in_another(
     tiny_llama_folder: Path,  # noqa: F811
@@ -76,22 +94,36 @@ async def test_A15_TOK_kv_of_one_shape_decodes_in_another(
     shape: tuple[int, int, int, int],
 ) -> None:
     with cluster_of(tiny_llama_folder, shape_of(*shape)) as harness:
-        async with harness.connect() as client:
-            for prompt in PROMPTS:
-                found = await client.generate(
-                    prompt_ids=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
-                )
-                assert list(found.token_ids) == expected_tokens(runner, prompt, NUM_TOKENS)
-                assert_one_end(found)
-                assert_not_recomputed(found)
-            await assert_ledger(client, num_workers=2)
-        members = harness.cluster.members()
-        num_ranks = [len(m.record.rank_pids) for m in members if m.record is not None]
-        assert num_ranks == [shape[0] * shape[1], shape[2] * shape[3]]
+        await assert_same_tokens(harness, runner, [shape[0] * shape[1], shape[2] * shape[3]])
+
+
+async def test_A15_TOK_three_tensor_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "model", hidden=144, heads=9, kv_heads=3)
+    engine = EngineConfig(model=str(folder), max_model_len=1024)
+    runner = make_runner(load_model(folder, engine), engine)
+    with cluster_of(folder, shape_of(3, 1, 1, 1)) as harness:
+        await assert_same_tokens(harness, runner, [3, 1])
+
+
+async def assert_same_tokens(
+    harness: ClusterHarness, runner: ModelRunner, num_ranks: list[int]
+) -> None:
+    async with harness.connect() as client:
+        for prompt in PROMPTS:
+            found = await client.generate(
+                prompt_ids=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            )
+            assert list(found.token_ids) == expected_tokens(runner, prompt, NUM_TOKENS)
+            assert_one_end(found)
+            assert_not_recomputed(found)
+        await assert_ledger(client, num_workers=2)
+    records = [member.record for member in harness.cluster.members()]
+    assert [len(record.rank_pids) for record in records if record is not None] == num_ranks
 
 
 async def test_A13_A14_samples_penalties_and_prompt_logprobs_on_ranks_equal_one_rank(
     tiny_llama_folder: Path,  # noqa: F811
+    wide: ClusterHarness,
 ) -> None:
     requests = [
         {"prompt_ids": PROMPTS[2], "n": 4, "temperature": 0.9, "seed": 5, "max_tokens": NUM_TOKENS}
@@ -101,11 +133,11 @@ async def test_A13_A14_samples_penalties_and_prompt_logprobs_on_ranks_equal_one_
         | {"prompt_logprobs": 5, "logprobs": 5, "echo": True},
     ]
     found: list[list[Generation]] = []
-    for shape in ((2, 2, 1, 2), (1, 1, 1, 1)):
-        with cluster_of(tiny_llama_folder, shape_of(*shape)) as harness:
+    with cluster_of(tiny_llama_folder, shape_of(1, 1, 1, 1), num_prefill=0) as single:
+        for harness, num_workers in ((wide, 2), (single, 1)):
             async with harness.connect() as client:
                 found.append([await client.generate(**request) for request in requests])
-                await assert_ledger(client, num_workers=2)
+                await assert_ledger(client, num_workers=num_workers)
     for on_ranks, alone in zip(*found, strict=True):
         assert_one_end(on_ranks)
         assert_not_recomputed(on_ranks)

@@ -28,13 +28,8 @@ def expected(smollm2_folder: Path) -> list[list[int]]:  # noqa: F811
     return [generate(runner, make_request(prompt), NUM_TOKENS, range(32)) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        pytest.param(3, 1, id="3x1-1x1"),
-        pytest.param(1, 3, id="1x1-3x1", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("prefill", "decode"), [(3, 1), (1, 3)], ids=["3x1-1x1", "1x1-3x1"])
 async def test_A15_TOK_smollm2_on_three_tensor_ranks_gives_the_tokens_of_one(
     smollm2_folder: Path,  # noqa: F811
     expected: list[list[int]],

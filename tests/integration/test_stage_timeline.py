@@ -30,7 +30,7 @@ def num_overlapping(spans: list[Span], stage: int) -> int:
     )
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_stages_compute_different_steps_at_the_same_time(
     model: Path, tmp_path: Path, num_stages: int
 ) -> None:

@@ -109,7 +109,6 @@ async def break_at(
 
 CHOSEN: list[tuple[Side, Which, signal.Signals, Stage]] = [
     ("prefill", "face", signal.SIGKILL, "queued"),
-    ("prefill", "rank", signal.SIGKILL, "mid-prefill"),
     ("prefill", "rank", signal.SIGSTOP, "mid-transfer"),
     ("decode", "face", signal.SIGKILL, "mid-transfer"),
     ("decode", "rank", signal.SIGKILL, "committed"),

@@ -30,7 +30,12 @@ def settings(folder: Path, stages: int) -> EngineConfig:
 @pytest.mark.parametrize(
     ("family", "over", "stages"),
     [
-        ("llama", {"is_tied": True, "attention_bias": True, "mlp_bias": True}, 2),
+        pytest.param(
+            "llama",
+            {"is_tied": True, "attention_bias": True, "mlp_bias": True},
+            2,
+            marks=pytest.mark.soak,
+        ),
         ("smollm3", {"num_layers": 3}, 3),
     ],
 )
@@ -48,8 +53,29 @@ def test_stages_give_the_cpus_tokens(
     assert made == expected
 
 
+def test_stages_joined_by_wires_give_the_cpus_tokens(
+    tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    engine = settings(tiny_llama_folder, 2)
+    whole = replace(engine, pipeline_parallel=1)
+    theirs = generation.make_runner(load_model(tiny_llama_folder, whole), whole, 8)
+    request = generation.make_request(PROMPT)
+    expected = generation.generate(theirs, request, 3, BLOCKS, chunk_tokens=16)
+    with device_ranks(engine, tmp_path / "meeting", 8, "cpu+far") as (runner, _):
+        made = generation.generate(runner, request, 3, BLOCKS, chunk_tokens=16)
+    assert made == expected
+
+
 def test_stages_of_two_ranks_each_give_the_cpus_tokens(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "model", "llama", heads=4, kv_heads=2)
+    folder = make_tiny(
+        tmp_path / "model",
+        "llama",
+        heads=4,
+        kv_heads=2,
+        is_tied=True,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     engine = replace(settings(folder, 2), tensor_parallel=2)
     whole = replace(engine, pipeline_parallel=1, tensor_parallel=1)
     theirs = generation.make_runner(load_model(folder, whole), whole, 8)

@@ -36,7 +36,9 @@ def settings(folder: Path, tensor_parallel: int) -> EngineConfig:
     ("family", "over", "num_ranks"),
     [
         ("llama", {"is_tied": True, "attention_bias": True, "mlp_bias": True}, 2),
-        ("qwen3", {"head_dim": 32, "heads": 4, "kv_heads": 2}, 4),
+        pytest.param(
+            "qwen3", {"head_dim": 32, "heads": 4, "kv_heads": 2}, 4, marks=pytest.mark.soak
+        ),
     ],
 )
 def test_ranks_give_the_cpus_tokens(

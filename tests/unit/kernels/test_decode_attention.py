@@ -101,7 +101,7 @@ def test_rows_of_padding_are_left_as_they_are() -> None:
     assert not bool((out[1] == UNTOUCHED).any())
 
 
-@pytest.mark.parametrize("queries", [2, 5, 9])
+@pytest.mark.parametrize("queries", [2, 9])
 def test_several_tokens_of_a_sequence_see_themselves_and_what_is_before(queries: int) -> None:
     # 9 tokens of 8 heads are more rows than one program takes.
     q, kv = make_batch((9, 0, 65), (8, 1, 16), queries)
@@ -109,8 +109,7 @@ def test_several_tokens_of_a_sequence_see_themselves_and_what_is_before(queries:
     assert relative_error(out, expect(q, kv, queries)) < 1e-6
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("window", [1, 16, 33, 1000])
+@pytest.mark.parametrize(("window", "queries"), [(1, 3), (16, 1), (33, 3), (1000, 1)])
 def test_a_window_hides_what_is_older(window: int, queries: int) -> None:
     q, kv = make_batch((3, 65, 80), (4, 2, 16), queries)
     out = attend(q, kv, queries=queries, window=window)

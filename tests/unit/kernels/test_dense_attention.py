@@ -9,9 +9,9 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 MAX_ERROR = 5e-3 if torch.cuda.is_available() else 1e-5
 
 
-@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
-    ("context", "num_queries"), [(0, 256), (0, 300), (512, 10), (300, 20), (256, 256), (7, 249)]
+    ("context", "num_queries", "batch"),
+    [(0, 256, 1), (0, 300, 2), (512, 10, 2), (300, 20, 1), (256, 256, 1), (7, 249, 2)],
 )
 def test_a_chunk_sees_what_is_cached_and_itself_up_to_each_token(
     context: int, num_queries: int, batch: int

@@ -11,7 +11,8 @@ from benchmarks.kernels.paged import (
     make_paged_kv,
     relative_error,
 )
-from pdserve.kernels.prefill_attention import PrefillTuning, make_scratch, prefill_attention
+from pdserve.kernels.prefill_attention import make_scratch, prefill_attention
+from pdserve.kernels.prefill_tuning import PrefillTuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 7.0
@@ -119,8 +120,7 @@ def test_half_precision_is_as_near_as_its_rounding() -> None:
     assert relative_error(attend(q, kv, CHUNKS), expect(q, kv, CHUNKS)) < 1e-3
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("num_splits", [2, 3])
+@pytest.mark.parametrize(("num_splits", "window"), [(2, 20), (3, None)])
 def test_splits_of_the_kv_add_up(num_splits: int, window: int | None) -> None:
     q, kv = make_batch(CHUNKS, (5, 1, 16))
     out = attend(q, kv, CHUNKS, num_splits=num_splits, window=window)

@@ -71,10 +71,15 @@ def test_the_converted_tokenizer_splits_digits_and_knows_control_tokens(smollm2:
     assert smollm2.tokenizer.decode(smollm2.encode(text), skip_special_tokens=False) == text
 
 
+# The other prompts and lengths are compared through a whole cluster, in test_tok.
 @pytest.mark.parametrize(
     "text",
-    ["The capital of France is", CHAT, "日本の首都は\U0001f5fc", "Hi"],
-    ids=["raw", "chat", "unicode", "one_token"],
+    [
+        pytest.param("The capital of France is", id="raw"),
+        pytest.param(CHAT, id="chat", marks=pytest.mark.soak),
+        pytest.param("日本の首都は\U0001f5fc", id="unicode", marks=pytest.mark.soak),
+        pytest.param("Hi", id="one_token", marks=pytest.mark.soak),
+    ],
 )
 def test_greedy_tokens_equal_transformers(smollm2: SmolLm2, text: str) -> None:
     prompt = smollm2.encode(text)
@@ -82,7 +87,9 @@ def test_greedy_tokens_equal_transformers(smollm2: SmolLm2, text: str) -> None:
     assert ours == smollm2.oracle.generate(prompt, 32)
 
 
-@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize(
+    "num_tokens", [17, *(pytest.param(n, marks=pytest.mark.soak) for n in (15, 16, 31, 32, 33))]
+)
 def test_greedy_tokens_equal_transformers_around_block_borders(
     smollm2: SmolLm2, num_tokens: int
 ) -> None:
@@ -91,6 +98,7 @@ def test_greedy_tokens_equal_transformers_around_block_borders(
     assert ours == smollm2.oracle.generate(prompt, 12)
 
 
+@pytest.mark.soak
 def test_greedy_tokens_equal_transformers_on_a_long_prompt(smollm2: SmolLm2) -> None:
     prompt = smollm2.encode(TEXT * 30)[:1030]
     assert len(prompt) == 1030

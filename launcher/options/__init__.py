@@ -1,0 +1,1 @@
+"""The flags of `pdserve serve`: one dataclass a noun, which becomes configuration."""

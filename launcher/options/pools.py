@@ -1,0 +1,66 @@
+"""How many replicas both pools have, and what an autoscaler sizes them for."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from autoscaler.settings import PoolRange, ScalingSettings, parse_range
+from pdserve.config.load import from_pairs
+from pdserve.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolOptions:
+    """Sizes, and targets of pools that have a range of them."""
+
+    prefill: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN..MAX", help="Prefill replicas; 0 lets decode replicas prefill."
+        ),
+    ] = "1"
+    decode: Annotated[str, typer.Option(metavar="N|MIN..MAX", help="Decode replicas.")] = "1"
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Of both pools together, where they share GPUs.")
+    ] = None
+    ttft_target_s: Annotated[float, typer.Option(help="What pools of MIN..MAX are sized for.")] = (
+        1.0
+    )
+    tpot_target_s: Annotated[float, typer.Option(help="Likewise, per output token.")] = 0.1
+    scaling: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", hidden=True, help="Of ScalingSettings."),
+    ] = None
+
+    def settings(self) -> ScalingSettings:
+        """Returns what the autoscaler is to reach.
+
+        Raises:
+            ConfigError: a size is no range, or out of bounds.
+        """
+        return replace(
+            from_pairs(ScalingSettings, self.scaling or (), "--scaling"),
+            prefill=_range(self.prefill, "--prefill", 0),
+            decode=_range(self.decode, "--decode", 1),
+            most_in_all=self.max_replicas,
+            ttft_s=self.ttft_target_s,
+            tpot_s=self.tpot_target_s,
+        )
+
+
+def first_size(bounds: PoolRange) -> int:
+    """Returns how many replicas a pool starts with: one at least, so that the start proves all."""
+    return max(bounds.least, min(1, bounds.most))
+
+
+def _range(text: str, flag: str, fewest: int) -> PoolRange:
+    if text.startswith("-"):
+        raise ConfigError(f"{flag} must be at least {fewest}, got {text}")
+    try:
+        bounds = parse_range(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    if bounds.most < fewest:
+        raise ConfigError(f"{flag} must be at least {fewest}, got {text}")
+    return bounds
