@@ -98,8 +98,8 @@ TARGETS = (
 class Bench:
     """One loaded engine, and the rows that were measured with it."""
 
-    def __init__(self, *, deterministic: bool) -> None:
-        """Loads; prints each phase."""
+    def __init__(self, *, deterministic: bool, mark_layers: int | None = None) -> None:
+        """Loads; prints each phase. `mark_layers` as of `LoadJob`."""
         self.rows: list[dict[str, object]] = []
         self._label = "deterministic " if deterministic else ""
         self._folder = tempfile.TemporaryDirectory()
@@ -124,6 +124,7 @@ class Bench:
             part=geometry.parts[0],
             shard=None,
             max_model_len=config.max_position,
+            mark_layers=mark_layers,
         )
         loaded = CudaBackend(cache=None).load(job, MonotonicClock(), self._report)
         runner = loaded.make_runner(None, None)

@@ -82,7 +82,9 @@ def read_line(process: subprocess.Popen[str]) -> Answer:
 
 
 @contextmanager
-def starting(transport: str, handoff: dict[str, object], *, computes: bool) -> Iterator[Ends]:
+def starting(
+    transport: str, handoff: dict[str, object], *, computes: bool, leaves_early: bool = True
+) -> Iterator[Ends]:
     """Runs both ends, each on a GPU of its own."""
     settings = json.dumps({**handoff, "transports": [transport]})
     trial = ("--trial",) if not gpu_names() else ()
@@ -111,6 +113,7 @@ def starting(transport: str, handoff: dict[str, object], *, computes: bool) -> I
         decode = start("1", "decode")
         endpoint = json.dumps(read_line(decode))
         flags = ("--computes",) if computes else ()
+        flags += () if leaves_early else ("--after-steps",)
         prefill = start("0", "prefill", "--endpoint", endpoint, *flags)
         read_line(prefill)
         yield Ends(prefill, decode)

@@ -12,13 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_engine import LLAMA_3_8B, Bench
-from benchmarks.gpu_harness import make_prompt, make_request
+from benchmarks.prompt_stream import EVENT_TIMEOUT_S, PromptStream
 from decode_worker.rank import make_links as make_receiver
 from kv_transfer.device_choice import find_link_device
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
@@ -27,27 +27,24 @@ from kv_transfer.plan import Frame, make_manifest
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFrame, region_of
 from kv_transfer.transport import LinkPeer
+from pdserve.cache.kv_marks import KvMarks
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
-from pdserve.config.link_memory import settle_frame_tokens
+from pdserve.config.link_memory import DEVICE_FRAME_LAYERS, settle_frames
 from pdserve.config.worker import HandoffConfig, WorkerConfig
 from pdserve.engine.batch import PendingStep, StepPlan
-from pdserve.engine.pipeline import StepPipeline
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.rank.inbox import Inbox
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.startup import SWITCH_INTERVAL_S, RankContext
-from pdserve.rank.step_waiter import StepOver, StepWaiter
 from pdserve.request import BlockId, Incarnation, ReservationId, Role, WorkerId
 from pdserve.rpc.channel import BlockingChannel
 from pdserve.rpc.channel import make_pair as make_sockets
 from pdserve.timeline import MonotonicClock
 from prefill_worker.rank import make_links as make_sender
-from prefill_worker.scheduler import PrefillScheduler
 
 NUM_BLOCKS = 4096
-EVENT_TIMEOUT_S = 20.0
-HEAD_START_S = 0.004
+PAUSE_S = 0.005
 INCARNATIONS = {Role.PREFILL: Incarnation(1), Role.DECODE: Incarnation(2)}
 
 
@@ -81,6 +78,8 @@ class Setting:
     handoff: HandoffConfig
     is_trial: bool
     """On a CPU, with KV of one layer: shows that it works."""
+    leaves_early: bool = True
+    """Frames leave while their step is computed; else when it has ended."""
 
     @property
     def device(self) -> torch.device:
@@ -159,9 +158,9 @@ def sum_of(kv: KvTensors, table: Sequence[BlockId]) -> float:
 def plan_frames(context: RankContext, num_tokens: int, *, is_on_gpu: bool) -> tuple[Frame, ...]:
     """Cuts a prompt as both workers would."""
     handoff, geometry = context.config.handoff, context.geometry
-    frame_tokens = settle_frame_tokens(handoff, geometry, is_on_gpu=is_on_gpu)
+    size = settle_frames(handoff, geometry, is_on_gpu=is_on_gpu).choose(num_tokens)
     pair = make_pair(geometry, geometry, handoff.wire_dtype)
-    return make_manifest(pair, num_tokens, 0, frame_tokens, handoff.frame_layers).frames
+    return make_manifest(pair, num_tokens, 0, size.tokens, size.layers).frames
 
 
 class DecodeEnd:
@@ -223,23 +222,34 @@ class PrefillEnd:
         self.context = make_context(Role.PREFILL, setting, kv)
         device = find_link_device(self.context.kv, setting.handoff)
         self._links = make_sender(self.context, device)
-        self._shipper = RankShipper(self.context.kv, self._links, device)
+        self._marks: KvMarks | None = None
+        if bench is not None and setting.leaves_early:
+            self._marks = bench.stand.runner.marks  # type: ignore[attr-defined]
+        self._shipper = RankShipper(self.context.kv, self._links, device, self._marks)
         self._ends = LinkEnds(peer.incarnation, 0, 0)
         self._peer = peer
         self._links.open(peer)
 
     def run(self, order: Order) -> dict[str, object]:
         """Hands prompts off and waits until all frames are sent."""
-        answer = self._run_computing(order) if order.computes else self._run_shipping(order)
+        if order.computes:
+            return self._run_computing(order)
+        answer = self._run_shipping(order)
         if order.has_sum:
             answer["sum"] = sum_of(self.context.kv, table_of(order, 0, Role.PREFILL))
         return answer
+
+    def close(self) -> None:
+        """Ends its link."""
+        self._shipper.close()
 
     def _run_shipping(self, order: Order) -> dict[str, object]:
         is_on_gpu = not self._setting.is_trial
         frames = plan_frames(self.context, order.num_tokens, is_on_gpu=is_on_gpu)
         starts_s = []
         for index in range(order.num_handoffs):
+            # Both GPUs are idle, and all slots of the ring are granted again.
+            time.sleep(PAUSE_S)
             table = table_of(order, index, Role.PREFILL)
             orders = self._orders(frames, reservation_of(order, index), table)
             starts_s.append(time.monotonic())
@@ -253,7 +263,11 @@ class PrefillEnd:
         return {"starts_s": starts_s}
 
     def _orders(
-        self, frames: Sequence[Frame], reservation_id: ReservationId, table: tuple[BlockId, ...]
+        self,
+        frames: Sequence[Frame],
+        reservation_id: ReservationId,
+        table: tuple[BlockId, ...],
+        after_step: int | None = None,
     ) -> list[ShipFrame]:
         return [
             ShipFrame(
@@ -262,6 +276,7 @@ class PrefillEnd:
                 reservation_id=reservation_id,
                 frame_index=frame.index,
                 region=region_of(frame, table, 16),
+                after_step=after_step,
             )
             for frame in frames
         ]
@@ -271,66 +286,30 @@ class PrefillEnd:
             self._shipper.ship(orders.pop(0))
 
     def _run_computing(self, order: Order) -> dict[str, object]:
-        """Computes prompts as a prefill rank does, two steps in flight, and ships each."""
+        """Computes prompts as a prefill rank does, and ships each."""
         assert self._bench is not None
-        stand = self._bench.stand
-        numbers = random.Random(order.seed)
-        engine = replace(
-            stand.engine, max_num_batched_tokens=order.num_tokens, enable_prefix_caching=False
-        )
-        scheduler = PrefillScheduler(
-            engine,
-            stand.num_blocks,
-            "bench",
-            self.context.clock,
-            max_waiting=order.num_handoffs,
-            look_ahead=4,
-        )
-        for index in range(order.num_handoffs):
-            prompt = make_prompt(numbers, order.num_tokens, stand.vocab_size)
-            scheduler.submit(make_request(str(index), prompt, 2))
         is_on_gpu = not self._setting.is_trial
         frames = plan_frames(self.context, order.num_tokens, is_on_gpu=is_on_gpu)
-        inbox, waiter = self.context.inbox, StepWaiter(self.context.inbox.post)
-        pipeline = StepPipeline(stand.runner, scheduler.plan_step)
-        queue: list[ShipFrame] = []
-        num_under_way, num_done, ends_s = 0, 0, []
-        while num_done < order.num_handoffs or num_under_way:
-            ended = pipeline.poll()
-            if ended is not None:
-                for progress in scheduler.complete_step(ended.plan, ended.result):
-                    if not progress.samples:
-                        continue
-                    ends_s.append(time.monotonic())
-                    if order.ships:
-                        table = scheduler.block_table(progress.request_id, 1)
-                        key = reservation_of(order, num_done)
-                        queue += self._orders(frames, key, table)
-                        num_under_way += len(frames)
-                    num_done += 1
-                    self._ship(queue)
-            elif pipeline.oldest is not None:
-                waiter.watch(pipeline.oldest)
-            num_under_way -= self._take_sent(inbox, is_waiting=ended is None)
-            self._ship(queue)
-            if ended is not None and order.ships:
-                # The next launch gives way to the link, as in a prefill rank.
-                until_s = time.monotonic() + HEAD_START_S
-                while num_under_way and (left_s := until_s - time.monotonic()) > 0:
-                    num_under_way -= self._take_sent(inbox, is_waiting=True, timeout_s=left_s)
-                    self._ship(queue)
-        waiter.close()
-        inbox.drain(0.0)
-        return {"ends_s": ends_s}
 
-    def _take_sent(
-        self, inbox: Inbox, *, is_waiting: bool, timeout_s: float = EVENT_TIMEOUT_S
-    ) -> int:
-        num_sent = 0
-        for event in inbox.drain(timeout_s if is_waiting else 0.0):
-            assert isinstance(event, FrameSent | StepOver), event
-            num_sent += isinstance(event, FrameSent)
-        return num_sent
+        def make_orders(
+            index: int, table: tuple[BlockId, ...], step: int | None
+        ) -> list[ShipFrame]:
+            return self._orders(frames, reservation_of(order, index), table, step)
+
+        stream = PromptStream(
+            self._bench.stand,
+            self.context.inbox,
+            num_tokens=order.num_tokens,
+            num_prompts=order.num_handoffs,
+            seed=order.seed,
+            make_orders=make_orders if order.ships else None,
+            ship=self._ship,
+            marks=self._marks,
+        )
+        answer: dict[str, object] = {"ends_s": stream.run()}
+        if order.has_sum:
+            answer["sum"] = sum_of(self.context.kv, stream.table_of(0))
+        return answer
 
 
 def take_events(inbox: Inbox) -> Iterator[object]:
@@ -361,13 +340,16 @@ def main() -> None:
     parser.add_argument("--handoff", type=json.loads, default={}, help="fields of HandoffConfig")
     parser.add_argument("--endpoint", type=json.loads, help="of the decode end")
     parser.add_argument("--trial", action="store_true", help="on a CPU")
+    parser.add_argument("--after-steps", action="store_true", help="no frame leaves during a step")
     parser.add_argument("--computes", action="store_true", help="load an engine")
     arguments = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
     fields = arguments.handoff
     handoff = HandoffConfig(**{**fields, "transports": tuple(fields["transports"])})
-    setting = Setting(handoff=handoff, is_trial=arguments.trial)
+    setting = Setting(
+        handoff=handoff, is_trial=arguments.trial, leaves_early=not arguments.after_steps
+    )
     end: DecodeEnd | PrefillEnd
     if arguments.role == "decode":
         end = DecodeEnd(setting)
@@ -384,7 +366,11 @@ def main() -> None:
             endpoint=endpoint,
         )
         with contextlib.redirect_stdout(sys.stderr):
-            bench = Bench(deterministic=False) if arguments.computes else None
+            bench = None
+            if arguments.computes:
+                layers = handoff.frame_layers or DEVICE_FRAME_LAYERS
+                mark_layers = layers if setting.leaves_early else None
+                bench = Bench(deterministic=False, mark_layers=mark_layers)
         end = PrefillEnd(setting, peer, bench)
         say({"ready": True})
     for line in sys.stdin:

@@ -39,12 +39,20 @@ LANES = (
 
 
 def make_bars(token_ms: Sequence[float], spans: Sequence[Mapping[str, object]]) -> list[Bar]:
-    """Gives each span its lane; a frame is on the link from its packing to its landing."""
+    """Gives each span its lane.
+
+    A frame is on the link from its packing, or from when it was computed, to its landing.
+    """
     bars = [
         Bar(lane="client", kind="token", start_ms=at, end_ms=at, label=f"token {number}")
         for number, at in enumerate(token_ms, 1)
     ]
     packed: dict[object, float] = {}
+    for span in spans:
+        is_sent = span["name"] == "posted" and span.get("event") == "frame sent"
+        if is_sent and "on_link_us" in span:
+            sent_ms, on_link_us = span["end_ms"], span["on_link_us"]
+            packed[span.get("frame")] = float(str(sent_ms)) - int(str(on_link_us)) / 1e3
     for span in spans:
         side = str(span["process"]).partition("-")[0]
         start, end = float(str(span["start_ms"])), float(str(span["end_ms"]))
@@ -55,7 +63,7 @@ def make_bars(token_ms: Sequence[float], spans: Sequence[Mapping[str, object]]) 
                 Bar(lane=f"{side}: steps", kind="step", start_ms=start, end_ms=end, label=label)
             )
         elif name == "pack":
-            packed[frame] = start
+            packed.setdefault(frame, start)
             bars.append(Bar(lane=f"{side}: frames packed", kind="pack", start_ms=start, end_ms=end))
         elif name == "scatter":
             lane = f"{side}: frames scattered"

@@ -2,7 +2,6 @@
 
 import secrets
 import sys
-from dataclasses import replace
 
 from decode_worker.engine import DecodeEngine
 from decode_worker.landing import LandingDesk
@@ -19,8 +18,7 @@ from kv_transfer.receiver import LinkListener
 from kv_transfer.shipping import RankUnloader, Unloader
 from kv_transfer.spans import SpanUnloader, describe_event
 from kv_transfer.transport import FrameReceiver
-from pdserve.config.link_memory import link_slot_bytes, settle_frame_tokens
-from pdserve.config.worker import HandoffConfig
+from pdserve.config.link_memory import link_slot_bytes, settle_frames
 from pdserve.engine.batch import lookahead_of
 from pdserve.rank.follow import FollowerContext
 from pdserve.rank.startup import RankContext, run_rank
@@ -31,7 +29,7 @@ def make_links(
     context: RankContext | FollowerContext, device: LinkDevice | None = None, rank: int = 0
 ) -> FrameReceiver:
     """Listens for links of prefill ranks."""
-    handoff = settle_handoff(context, device)
+    handoff = context.config.handoff
     return LinkListener(
         host=context.config.host,
         incarnation=context.incarnation,
@@ -41,15 +39,6 @@ def make_links(
         rank=rank,
         device=device,
     )
-
-
-def settle_handoff(
-    context: RankContext | FollowerContext, device: LinkDevice | None
-) -> HandoffConfig:
-    """Returns the settings with a frame size that fits what links carry."""
-    handoff = context.config.handoff
-    frame_tokens = settle_frame_tokens(handoff, context.geometry, is_on_gpu=device is not None)
-    return replace(handoff, frame_tokens=frame_tokens)
 
 
 def build_engine(
@@ -82,7 +71,8 @@ def build_engine(
     handoffs = DecodeHandoffs(
         me=me,
         geometry=context.geometry,
-        config=settle_handoff(context, device),
+        config=config.handoff,
+        frame_sizes=settle_frames(config.handoff, context.geometry, is_on_gpu=device is not None),
         reserver=reserver,
         link_endpoints=unloader.endpoints(),
         mint_id=lambda: ReservationId(secrets.token_bytes(16)),

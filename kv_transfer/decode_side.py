@@ -29,6 +29,7 @@ from kv_transfer.protocol import (
 from kv_transfer.reservation import Reservation
 from kv_transfer.reservation_book import ReservationBook
 from kv_transfer.terms import Terms
+from pdserve.config.link_memory import FrameSizes
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Incarnation, Request, RequestId, ReservationId, WorkerId
@@ -44,7 +45,7 @@ class DecodeHandoffs:
     thread only. Blocks leave a reservation in exactly one way: `BlockReserver.release`, or `Start`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         *,
         me: Identity,
@@ -54,24 +55,26 @@ class DecodeHandoffs:
         link_endpoints: tuple[LinkEndpoint, ...],
         mint_id: Callable[[], ReservationId],
         clock: Clock,
+        frame_sizes: FrameSizes | None = None,
     ) -> None:
         """Starts empty.
 
         Args:
             me: this worker.
             geometry: the shape of its blocks.
-            config: leases and frame size.
+            config: leases.
             reserver: the scheduler.
             link_endpoints: where this worker's ranks listen for links, in their order.
             mint_id: returns 128 fresh random bits.
             clock: gives monotonic seconds.
+            frame_sizes: how prompts are cut; None: as on a CPU.
         """
         self.counters = DecodeCounters()
         self.is_draining = False
         """True refuses new reservations."""
         self._me = me
         self._config = config
-        self._terms = Terms(me, geometry, config, link_endpoints)
+        self._terms = Terms(me, geometry, config, link_endpoints, frame_sizes)
         self._reserver = reserver
         self._mint_id = mint_id
         self._clock = clock
@@ -290,9 +293,9 @@ class DecodeHandoffs:
         outcome = self._reserver.reserve(reservation_id, request)
         if isinstance(outcome, Refusal):
             return self._refuse(call_id, outcome)
-        num_cached = outcome.num_cached_tokens
-        manifest = self._terms.make_manifest(pair, len(request.token_ids), num_cached)
-        grant = self._terms.make_grant(reservation_id, pair, manifest, num_cached)
+        num_tokens, num_cached = len(request.token_ids), outcome.num_cached_tokens
+        manifest = self._terms.make_manifest(pair, num_tokens, num_cached)
+        grant = self._terms.make_grant(reservation_id, pair, manifest, num_tokens, num_cached)
         entry = Reservation(
             envelope=envelope,
             request=request,

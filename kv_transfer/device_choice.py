@@ -12,4 +12,4 @@ def find_link_device(kv: KvTensors, config: HandoffConfig) -> LinkDevice | None:
     # Imported here: it needs Triton, which only machines with a GPU must have.
     from pdserve.cuda.kv_traffic import KvTraffic
 
-    return KvTraffic(kv, nccl_max_ctas=config.nccl_max_ctas)
+    return KvTraffic(kv, nccl_max_ctas=config.nccl_max_ctas, pack_programs=config.pack_programs)

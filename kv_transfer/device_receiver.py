@@ -1,8 +1,9 @@
 """Receives frames into a ring on the GPU, from one thread that never waits long.
 
-Each frame is announced (READY), gets a slot, is told of (WRITTEN), checked on the device, and given
-to the engine, in the order of the announcements. The thread looks in turns at the notice socket and
-at marks on the device: a peer's death shows within a turn, and every stage has a deadline.
+Each frame is announced (READY), told of when it is there (WRITTEN), checked on the device, and
+given to the engine, in the order of the announcements. The thread looks in turns at the notice
+socket and at marks on the device: a peer's death shows within a turn, and every stage has a
+deadline.
 """
 
 import time
@@ -58,7 +59,7 @@ class DeviceReceiver:
         self._hear = hear
         self._checks: Lane = device.make_lane()
         self._announced: list[Landing] = []
-        """In the order of their sequence; those without a slot are the last ones."""
+        """In the order of their sequence."""
         self._last_sequence = 0
 
     @property
@@ -77,7 +78,6 @@ class DeviceReceiver:
         while not self._has_ended():
             is_busy = self._take_notices()
             if self._announced:
-                is_busy |= self._accept()
                 is_busy |= self._check()
                 is_busy |= self._land()
             if self._ring.is_draining:
@@ -125,32 +125,24 @@ class DeviceReceiver:
         if ready.sequence != self._last_sequence + 1 or len(self._announced) >= MAX_ANNOUNCED:
             raise LinkBroken(f"frame {ready.sequence} was announced out of turn")
         self._last_sequence = ready.sequence
-        self._announced.append(Landing(ready=ready, since_s=time.monotonic()))
+        landing = Landing(ready=ready, since_s=time.monotonic())
         # At once: word that it is written may be the next notice.
-        self._accept()
+        self._route.accept(landing)
+        self._announced.append(landing)
 
     def _note_written(self, written: link_pb2.FrameWritten) -> None:
         for landing in self._announced:
-            if landing.ready.sequence == written.sequence and landing.slot is not None:
+            if landing.ready.sequence == written.sequence:
                 landing.written = written
                 return
         raise LinkBroken(f"frame {written.sequence} was written out of turn")
-
-    def _accept(self) -> bool:
-        is_busy = False
-        for landing in self._announced:
-            if landing.slot is None:
-                if not self._route.accept(landing):
-                    break
-                is_busy = True
-        return is_busy
 
     def _check(self) -> bool:
         """Launches the checksums of frames that are there."""
         is_busy = False
         for landing in self._announced:
             written = landing.written
-            if written is None or landing.checked is not None or landing.slot is None:
+            if written is None or landing.checked is not None:
                 continue
             if not written.HasField("checksum") or not self._route.has_arrived(landing):
                 continue
@@ -165,7 +157,6 @@ class DeviceReceiver:
         is_busy = False
         while self._announced and self._is_through(self._announced[0]):
             landing = self._announced.pop(0)
-            assert landing.slot is not None
             assert landing.written is not None
             is_intact = True
             if landing.checksum is not None:
@@ -189,8 +180,6 @@ class DeviceReceiver:
             return
         first = self._announced[0]
         if time.monotonic() - first.since_s > self._timeout_s:
-            if first.slot is None:
-                raise LinkBroken("no landing slot was released in time")
             raise LinkBroken(f"a frame took more than {self._timeout_s} s")
 
     def _rest(self) -> None:

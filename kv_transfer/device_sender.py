@@ -25,6 +25,9 @@ POLL_S = 25e-6
 EXPECTED_BYTES_PER_S = 400e9
 """No link between GPUs is faster: nobody looks at a mark before a frame can be through."""
 MAX_REST_S = 500e-6
+AWAIT_S = 200e-6
+"""Between looks at a step that computes the next frame: each takes the interpreter's lock, which
+the engine's thread needs to launch the step behind."""
 
 
 class DeviceSender:
@@ -41,7 +44,7 @@ class DeviceSender:
         queue: FrameQueue,
         channel: NoticeChannel,
         timeout_s: float,
-        note_sent: Callable[[OutgoingFrame], None],
+        note_sent: Callable[[OutgoingFrame, float], None],
     ) -> None:
         """Starts without frames.
 
@@ -51,7 +54,7 @@ class DeviceSender:
             queue: what to send.
             channel: to the peer.
             timeout_s: deadline of each stage of a frame.
-            note_sent: called with each frame that is through.
+            note_sent: called with each frame that is through, and how long that took in seconds.
         """
         self._route = route
         self._packer = packer
@@ -100,6 +103,7 @@ class DeviceSender:
             is_busy |= self._tell()
             # One at a time: word of those that are through must not wait for all that begin.
             is_busy |= self.begin(1)
+            is_busy |= self._note_computed()
             is_busy |= self._announce()
             is_busy |= self._advance()
             is_busy |= self._finish()
@@ -128,16 +132,42 @@ class DeviceSender:
         self._num_begun += 1
         self._starved_since_s = None
         now = time.monotonic()
-        flight = Flight(frame=frame, region=frame.payload, sequence=self._num_begun, since_s=now)
+        flight = Flight(
+            frame=frame,
+            region=frame.payload,
+            sequence=self._num_begun,
+            since_s=now,
+            awaited=frame.after,
+        )
         self._flights.append(flight)
         try:
             self._route.begin(flight, self._packer)
         finally:
             self._queue.note_read(frame, flight.read)
-        begins_at_s = max(self._free_at_s, now)
-        self._free_at_s = flight.expected_at_s = (
-            begins_at_s + frame.num_bytes / EXPECTED_BYTES_PER_S
-        )
+        if flight.awaited is None:
+            self._expect(flight, now)
+
+    def _expect(self, flight: Flight, now_s: float) -> None:
+        """Works out when a frame may be through whose blocks can be read from now on."""
+        flight.readable_at_s = now_s
+        begins_at_s = max(self._free_at_s, now_s)
+        flight.expected_at_s = begins_at_s + flight.frame.num_bytes / EXPECTED_BYTES_PER_S
+        self._free_at_s = flight.expected_at_s
+
+    def _note_computed(self) -> bool:
+        """Notes which frames are in their blocks by now; they are computed in their order."""
+        is_busy = False
+        for flight in self._snapshot():
+            if flight.awaited is None:
+                continue
+            if not flight.awaited.is_reached():
+                break
+            is_busy = True
+            with self._lock:
+                flight.awaited, flight.since_s = None, time.monotonic()
+                # The device may have been there since the last look.
+                self._expect(flight, flight.since_s - AWAIT_S)
+        return is_busy
 
     def _take_notices(self) -> bool:
         is_busy = False
@@ -162,21 +192,22 @@ class DeviceSender:
         return is_busy
 
     def _announce(self) -> bool:
-        """Tells of frames that the peer has to prepare for."""
-        if not self._route.needs_answer:
+        """Tells of frames that the peer has to do something for."""
+        if not self._route.goes_on:
             return False
         is_busy = False
         for flight in self._snapshot():
-            if not flight.is_announced:
+            # A receive that is posted for it occupies the peer.
+            if not flight.is_announced and flight.awaited is None:
                 flight.is_announced = is_busy = True
                 self._channel.send(self._ready(flight), self._timeout_s)
         return is_busy
 
     def _advance(self) -> bool:
         is_busy = False
-        if self._route.needs_answer:
+        if self._route.goes_on:
             for flight in self._snapshot():
-                is_busy |= self._route.advance(flight)
+                is_busy |= flight.awaited is None and self._route.advance(flight)
         return is_busy
 
     def _finish(self) -> bool:
@@ -199,7 +230,10 @@ class DeviceSender:
                 self._route.finish(flight)
                 if self._flights:
                     self._flights[0].since_s = time.monotonic()
-            self._note_sent(flight.frame)
+            now_s = time.monotonic()
+            # Both may have been seen in one look.
+            since_s = now_s if flight.awaited is not None else flight.readable_at_s
+            self._note_sent(flight.frame, now_s - since_s)
 
     def _ready(self, flight: Flight) -> link_pb2.LinkNotice:
         ready = link_pb2.FrameReady(
@@ -233,11 +267,14 @@ class DeviceSender:
     def _rest(self) -> None:
         """Waits for what can be next: the device, the peer, or the engine."""
         flights = self._snapshot()
-        if flights and flights[0].done is not None:
-            left_s = flights[0].expected_at_s - time.monotonic()
+        computed = [flight for flight in flights if flight.awaited is None]
+        if computed and computed[0].done is not None:
+            left_s = computed[0].expected_at_s - time.monotonic()
             time.sleep(min(max(left_s, POLL_S), MAX_REST_S))
-        elif any(flight.done is not None for flight in flights):
+        elif any(flight.done is not None for flight in computed):
             time.sleep(POLL_S)
+        elif len(computed) < len(flights):
+            time.sleep(AWAIT_S)
         else:
             is_idle = not flights and self._queue.is_idle
             self._channel.wait(None if is_idle else self._timeout_s / 4)

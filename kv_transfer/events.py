@@ -52,6 +52,8 @@ class FrameSent:
     link: LinkId
     reservation_id: ReservationId
     frame_index: int
+    on_link_s: float | None = None
+    """Since it was both given to the link and computed; None where nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

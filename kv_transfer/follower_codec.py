@@ -38,6 +38,7 @@ def ship_to_wire(order: ShipFrame) -> rank_pb2.ShipFrame:
         reservation_id=order.reservation_id,
         frame_index=order.frame_index,
         region=_region_to_wire(order.region),
+        after_step=order.after_step,
     )
 
 
@@ -49,6 +50,7 @@ def ship_from_wire(wire: rank_pb2.ShipFrame, rank: int) -> ShipFrame:
         reservation_id=ReservationId(wire.reservation_id),
         frame_index=wire.frame_index,
         region=_region_from_wire(wire.region),
+        after_step=wire.after_step if wire.HasField("after_step") else None,
     )
 
 

@@ -108,15 +108,22 @@ class FrameQueue:
             self._condition.wait_for(lambda: not any(one.is_launching for one in mine))
             return tuple(one.read for one in mine if one.read is not None)
 
-    def take(self, *, is_waiting: bool) -> OutgoingFrame | None:
+    def take(self, *, is_waiting: bool, is_computed: bool = False) -> OutgoingFrame | None:
         """Takes the next frame; None: there is none, or the link has ended.
 
         A frame that is still in blocks must be told of by `note_read` at once.
+
+        Args:
+            is_waiting: wait for one.
+            is_computed: take none whose step is not there yet.
         """
         with self._condition:
             if is_waiting:
                 self._condition.wait_for(lambda: self._waiting or self._end is not None)
             if self._end is not None or not self._waiting:
+                return None
+            after = self._waiting[0].after
+            if is_computed and after is not None and not after.is_reached():
                 return None
             frame = self._waiting.popleft()
             self._under_way.append(_UnderWay(frame, is_launching=frame.is_in_blocks))

@@ -13,10 +13,13 @@ from kv_transfer.link_device import Lane, LinkDevice
 from kv_transfer.links import Link, checksum
 from kv_transfer.notices import LinkBroken, NoticeChannel
 from kv_transfer.transport import OutgoingFrame
+from pdserve.cache.kv_marks import KvMark
 from pdserve.config.worker import HandoffConfig
 from pdserve.rpc.v1 import link_pb2
 
 POLL_S = 20e-6
+AWAIT_S = 200e-6
+"""Between looks at a step that computes a frame."""
 
 
 class HostPacker:
@@ -39,6 +42,8 @@ class HostPacker:
             return frame.payload
         host = self._device.make_host_frame(frame.num_bytes)
         try:
+            if frame.after is not None:
+                self._lane.wait_for(frame.after)
             self._lane.gather_to_host(frame.payload, host)
             done = self._lane.mark()
         except BaseException:
@@ -46,11 +51,16 @@ class HostPacker:
             raise
         self._queue.note_read(frame, done)
         deadline_s = time.monotonic() + self._timeout_s
-        while not done.is_reached():
+        if frame.after is not None:
+            self._wait(frame.after, AWAIT_S, deadline_s)
+        self._wait(done, POLL_S, deadline_s)
+        return host
+
+    def _wait(self, mark: KvMark, poll_s: float, deadline_s: float) -> None:
+        while not mark.is_reached():
             if time.monotonic() > deadline_s:
                 raise LinkBroken(f"packing took more than {self._timeout_s} s")
-            time.sleep(POLL_S)
-        return host
+            time.sleep(poll_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +117,11 @@ class GlooSender:
             announced = following
 
     def _announce(self, *, is_waiting: bool) -> _Announced | None:
-        """Takes the next frame and announces it; None: the queue is empty, or the link ends."""
-        frame = self._queue.take(is_waiting=is_waiting)
+        """Takes the next frame and announces it; None: there is none, or the link ends.
+
+        One that is not computed yet is waited for only where nothing else is to be done.
+        """
+        frame = self._queue.take(is_waiting=is_waiting, is_computed=not is_waiting)
         if frame is None:
             return None
         if self._faults.delay_s:

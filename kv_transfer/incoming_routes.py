@@ -1,7 +1,7 @@
 """How frames reach a GPU: written into the landing ring by the peer, or through NCCL.
 
-push:  POSTED grants a slot -> READY: the peer writes it -> WRITTEN
-nccl:  READY -> a slot is taken, POSTED, receive launched -> WRITTEN and received
+push:  POSTED grants a slot -> READY: the peer has written it -> WRITTEN
+nccl:  POSTED grants a slot -> READY: the receive is launched -> WRITTEN and received
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Landing:
     ready: link_pb2.FrameReady
     since_s: float
     """When it was announced, or the one before it landed."""
-    slot: int | None = None
+    slot: int = 0
     received: Mark | None = None
     """Behind what this end has launched for it; None while nothing has to be."""
     written: link_pb2.FrameWritten | None = None
@@ -35,8 +35,12 @@ class InRoute(Protocol):
     waits_for_peer: bool
     """The peer writes the ring by itself: it stays mapped until the peer has let go."""
 
-    def accept(self, landing: Landing) -> bool:
-        """Gives an announced frame its slot; False: there is none yet."""
+    def accept(self, landing: Landing) -> None:
+        """Prepares for an announced frame.
+
+        Raises:
+            LinkBroken: its slot was not granted.
+        """
         ...
 
     def has_arrived(self, landing: Landing) -> bool:
@@ -44,7 +48,7 @@ class InRoute(Protocol):
         ...
 
     def grant(self) -> bool:
-        """Tells the peer of free slots, if it wants to know; says whether there were any."""
+        """Tells the peer of free slots; says whether there were any."""
         ...
 
     def abort(self) -> None:
@@ -52,34 +56,29 @@ class InRoute(Protocol):
         ...
 
 
-class PushIn:
-    """The peer writes by itself."""
-
-    transport = "push"
-    waits_for_peer = True
+class GrantingRing:
+    """Grants free slots of a ring to the peer, and knows which it has."""
 
     def __init__(self, ring: LandingRing, channel: NoticeChannel, timeout_s: float) -> None:
-        """Starts with no slot granted."""
+        """Starts with none granted."""
         self._ring = ring
         self._channel = channel
         self._timeout_s = timeout_s
         self._granted: set[int] = set()
 
-    def accept(self, landing: Landing) -> bool:
-        """Takes the slot that the peer names."""
-        slot = landing.ready.slot
+    def take(self, slot: int) -> int:
+        """Takes the slot that the peer names for a frame.
+
+        Raises:
+            LinkBroken: it was not granted.
+        """
         if slot not in self._granted:
             raise LinkBroken(f"the peer writes slot {slot}, which was not granted")
         self._granted.remove(slot)
-        landing.slot = slot
-        return True
-
-    def has_arrived(self, landing: Landing) -> bool:
-        """True: WRITTEN is sent when the peer's device is done."""
-        return True
+        return slot
 
     def grant(self) -> bool:
-        """Grants every free slot."""
+        """Grants every free slot; says whether there were any."""
         notices: list[link_pb2.LinkNotice] = []
         while self._ring.has_free and (slot := self._ring.take()) is not None:
             self._granted.add(slot)
@@ -89,51 +88,61 @@ class PushIn:
             self._channel.send_all(notices, self._timeout_s)
         return bool(notices)
 
+
+class PushIn:
+    """The peer writes by itself."""
+
+    transport = "push"
+    waits_for_peer = True
+
+    def __init__(self, granting: GrantingRing) -> None:
+        """Keeps the ring."""
+        self._granting = granting
+
+    def accept(self, landing: Landing) -> None:
+        """Takes the slot that the peer names."""
+        landing.slot = self._granting.take(landing.ready.slot)
+
+    def has_arrived(self, landing: Landing) -> bool:
+        """True: WRITTEN is sent when the peer's device is done."""
+        return True
+
+    def grant(self) -> bool:
+        """Grants every free slot."""
+        return self._granting.grant()
+
     def abort(self) -> None:
         """Does nothing: nothing was launched here."""
 
 
 class NcclIn:
-    """Receives are launched one by one."""
+    """Receives are launched one by one, in the order of the announcements."""
 
     transport = "nccl"
     waits_for_peer = False
 
     def __init__(
-        self,
-        ring: LandingRing,
-        channel: NoticeChannel,
-        timeout_s: float,
-        device: LinkDevice,
-        end: NcclEnd,
+        self, granting: GrantingRing, ring: LandingRing, device: LinkDevice, end: NcclEnd
     ) -> None:
         """Takes over the communicator's end."""
+        self._granting = granting
         self._ring = ring
-        self._channel = channel
-        self._timeout_s = timeout_s
         self._end = end
         self._lane: Lane = device.make_lane()
 
-    def accept(self, landing: Landing) -> bool:
-        """Takes a slot, tells the peer, and launches the receive."""
-        slot = self._ring.take()
-        if slot is None:
-            return False
-        landing.slot = slot
-        # First the word, then the launch: the two ends may have to meet in it.
-        posted = link_pb2.FramePosted(sequence=landing.ready.sequence)
-        self._channel.send(link_pb2.LinkNotice(frame_posted=posted), self._timeout_s)
+    def accept(self, landing: Landing) -> None:
+        """Takes the slot that the peer names, and launches the receive."""
+        landing.slot = slot = self._granting.take(landing.ready.slot)
         self._lane.receive(self._end, self._ring.slot(slot, landing.ready.num_bytes))
         landing.received = self._lane.mark()
-        return True
 
     def has_arrived(self, landing: Landing) -> bool:
         """Says whether the receive is done."""
         return landing.received is not None and landing.received.is_reached()
 
     def grant(self) -> bool:
-        """Does nothing: receives wait for READY."""
-        return False
+        """Grants every free slot."""
+        return self._granting.grant()
 
     def abort(self) -> None:
         """Aborts the communicator: a receive whose peer is gone never ends by itself."""

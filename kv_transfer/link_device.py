@@ -86,6 +86,10 @@ class Lane(Protocol):
         """Packs a region of the rank's blocks into pinned host memory."""
         ...
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies device memory, to a peer's too."""
+        ...
+
     def add_up(self, frame: Tensor) -> FrameSum:
         """Computes a frame's checksum."""
         ...

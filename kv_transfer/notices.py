@@ -58,6 +58,9 @@ class NoticeChannel:
         self._buffer = bytearray()
         self._wake_lock = threading.Lock()
         self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+        self._poller.register(self._wake_fd, select.POLLIN)
 
     def send(self, notice: link_pb2.LinkNotice, timeout_s: float) -> None:
         """Writes one notice.
@@ -97,11 +100,12 @@ class NoticeChannel:
             notice = self._take()
             if notice is not None:
                 return notice
-            if not self._wait(select.POLLIN, timeout_s):
-                return None
+            # Read first: who asks again and again need not ask for readiness each time.
             try:
                 piece = self._socket.recv(MAX_NOTICE_BYTES)
             except BlockingIOError:
+                if timeout_s == 0 or not self._wait(select.POLLIN, timeout_s):
+                    return None
                 continue
             except OSError as error:
                 raise LinkBroken(f"the notice socket broke: {error}") from error
@@ -125,10 +129,7 @@ class NoticeChannel:
     def wait(self, timeout_s: float | None) -> None:
         """Waits for a notice, an end of stream, or `wake`; None waits for ever."""
         assert self._wake_fd is not None
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        poller.register(self._wake_fd, select.POLLIN)
-        ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
+        ready = self._poller.poll(None if timeout_s is None else timeout_s * 1000)
         if any(fd == self._wake_fd for fd, _ in ready):
             os.eventfd_read(self._wake_fd)
 

@@ -1,10 +1,10 @@
 """How frames leave a GPU: straight into the peer's landing ring, or through NCCL.
 
     push:  slot granted (POSTED) -> gathered into it -> READY and WRITTEN
-    nccl:  gathered into a staging buffer, READY -> POSTED -> sent -> WRITTEN
+    nccl:  slot granted -> gathered into a staging buffer, READY -> sent -> WRITTEN
 
-With push the peer grants its slots beforehand, so a frame waits for no answer. An NCCL receive
-occupies the peer's GPU while it waits: it is posted only when its frame is about to be sent.
+The peer grants its slots beforehand, so a frame waits for no answer. An NCCL receive occupies the
+peer's GPU while it waits: it is launched only when READY tells that its frame is about to be sent.
 """
 
 from collections import deque
@@ -17,6 +17,7 @@ from kv_transfer.faults import FrameFaults
 from kv_transfer.link_device import DeviceMemory, FrameSum, Lane, LinkDevice, Mark, NcclEnd
 from kv_transfer.notices import LinkBroken
 from kv_transfer.transport import OutgoingFrame
+from pdserve.cache.kv_marks import KvMark
 from pdserve.cache.kv_region import KvRegion
 from pdserve.config.link_memory import NUM_STAGED
 from pdserve.rpc.v1 import link_pb2
@@ -32,7 +33,9 @@ class Flight:
     since_s: float
     """When its present stage began."""
     slot: int = 0
-    """Of the peer's ring, or of the staging buffers."""
+    """Of the peer's ring."""
+    staged: int = 0
+    """Of the staging buffers."""
     packed: Tensor | None = None
     checksum: FrameSum | None = None
     read: Mark | None = None
@@ -41,6 +44,10 @@ class Flight:
     """Behind all that this end has to do."""
     expected_at_s: float = 0.0
     """When it may be done, at the earliest."""
+    readable_at_s: float = 0.0
+    """When its blocks could be read."""
+    awaited: KvMark | None = None
+    """What its blocks are computed by; None once that was reached."""
     is_announced: bool = False
 
 
@@ -55,7 +62,9 @@ class Packer:
         self._has_checksums = has_checksums
 
     def pack(self, lane: Lane, flight: Flight, target: Tensor) -> None:
-        """Launches the packing of a frame into `target`."""
+        """Launches the packing of a frame into `target`, behind what computes it."""
+        if flight.awaited is not None:
+            lane.wait_for(flight.awaited)
         number = self._faults.count()
         is_spoilt = self._faults.spoils_silently(number)
         has_sum = self._has_checksums and not is_spoilt
@@ -74,8 +83,8 @@ class OutRoute(Protocol):
     """What a transport does for a sender. One thread at a time."""
 
     transport: str
-    needs_answer: bool
-    """A frame is announced at once, and goes on when the peer has answered."""
+    goes_on: bool
+    """A frame is announced as soon as it began, and goes on by itself (`advance`)."""
 
     def has_room(self) -> bool:
         """Says whether another frame may begin."""
@@ -86,7 +95,7 @@ class OutRoute(Protocol):
         ...
 
     def take_posted(self, posted: link_pb2.FramePosted) -> None:
-        """Takes the peer's word on a slot."""
+        """Takes a slot that is free at the peer."""
         ...
 
     def advance(self, flight: Flight) -> bool:
@@ -106,35 +115,63 @@ class OutRoute(Protocol):
         ...
 
 
+class GrantedSlots:
+    """The slots that a peer lets us write, in the order of its word."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Starts with none."""
+        self._num_slots = num_slots
+        self._slots: deque[int] = deque()
+
+    @property
+    def next(self) -> int | None:
+        """The one that the next frame gets; None: there is none."""
+        return self._slots[0] if self._slots else None
+
+    def take(self) -> int:
+        """Takes it."""
+        return self._slots.popleft()
+
+    def add(self, posted: link_pb2.FramePosted) -> None:
+        """Adds one.
+
+        Raises:
+            LinkBroken: there is no such slot, or we have it.
+        """
+        slot = posted.slot
+        if slot >= self._num_slots or slot in self._slots:
+            raise LinkBroken(f"slot {slot} was granted, which is none or is granted already")
+        self._slots.append(slot)
+
+
 class PushRoute:
     """Gathers into the peer's ring."""
 
     transport = "push"
-    needs_answer = False
+    goes_on = False
 
     def __init__(self, device: LinkDevice, ring: DeviceMemory, num_slots: int) -> None:
         """Takes over the opened ring; the peer grants its slots."""
         self._ring = ring
         self._slots = ring.tensor.view(num_slots, -1).unbind(0)
         self._lane = device.make_lane()
-        self._granted: deque[int] = deque()
+        self._granted = GrantedSlots(num_slots)
 
     def has_room(self) -> bool:
         """True while the peer has a slot for us."""
-        return bool(self._granted)
+        return self._granted.next is not None
 
     def begin(self, flight: Flight, packer: Packer) -> None:
         """Launches the one kernel."""
-        target = cut_slot(self._slots[self._granted[0]], flight.frame.num_bytes)
-        flight.slot = self._granted.popleft()
+        assert self._granted.next is not None
+        target = cut_slot(self._slots[self._granted.next], flight.frame.num_bytes)
+        flight.slot = self._granted.take()
         packer.pack(self._lane, flight, target)
         flight.read = flight.done = self._lane.mark()
 
     def take_posted(self, posted: link_pb2.FramePosted) -> None:
         """Takes a slot that is free at the peer."""
-        if posted.slot >= len(self._slots) or posted.slot in self._granted:
-            raise LinkBroken(f"slot {posted.slot} was granted, which is none or is granted already")
-        self._granted.append(posted.slot)
+        self._granted.add(posted)
 
     def advance(self, flight: Flight) -> bool:
         """Does nothing: one launch is all."""
@@ -155,9 +192,9 @@ class NcclRoute:
     """Gathers into staging buffers and sends them."""
 
     transport = "nccl"
-    needs_answer = True
+    goes_on = True
 
-    def __init__(self, device: LinkDevice, end: NcclEnd, slot_bytes: int) -> None:
+    def __init__(self, device: LinkDevice, end: NcclEnd, num_slots: int, slot_bytes: int) -> None:
         """Takes over the communicator's end.
 
         Raises:
@@ -168,28 +205,27 @@ class NcclRoute:
         self._staged = self._memory.tensor.view(NUM_STAGED, -1).unbind(0)
         self._packing, self._sending = device.make_lane(), device.make_lane()
         self._free = deque(range(NUM_STAGED))
-        self._posted: set[int] = set()
+        self._granted = GrantedSlots(num_slots)
 
     def has_room(self) -> bool:
-        """True while a staging buffer is free."""
-        return bool(self._free)
+        """True while a staging buffer is free, and a slot of the peer."""
+        return bool(self._free) and self._granted.next is not None
 
     def begin(self, flight: Flight, packer: Packer) -> None:
         """Launches the packing."""
         target = cut_slot(self._staged[self._free[0]], flight.frame.num_bytes)
-        flight.slot = self._free.popleft()
+        flight.slot, flight.staged = self._granted.take(), self._free.popleft()
         packer.pack(self._packing, flight, target)
         flight.read = self._packing.mark()
 
     def take_posted(self, posted: link_pb2.FramePosted) -> None:
-        """Notes that a frame's receive is posted."""
-        self._posted.add(posted.sequence)
+        """Takes a slot that is free at the peer."""
+        self._granted.add(posted)
 
     def advance(self, flight: Flight) -> bool:
-        """Launches the sending of a frame that the peer waits for."""
-        if flight.sequence not in self._posted or flight.packed is None or flight.read is None:
+        """Launches the sending; the link's thread, as it may have to wait for the peer."""
+        if flight.done is not None or flight.packed is None or flight.read is None:
             return False
-        self._posted.discard(flight.sequence)
         self._sending.wait_for(flight.read)
         self._sending.send(self._end, flight.packed)
         flight.done = self._sending.mark()
@@ -197,7 +233,7 @@ class NcclRoute:
 
     def finish(self, flight: Flight) -> None:
         """Frees the staging buffer."""
-        self._free.append(flight.slot)
+        self._free.append(flight.staged)
 
     def abort(self) -> None:
         """Aborts the communicator: a send whose peer is gone never ends by itself."""

@@ -92,12 +92,17 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushFrame:
-    """Pack the frame's blocks and give the copy to the link, as soon as that has room."""
+    """Pack the frame's blocks and give the copy to the link, as soon as that has room.
+
+    Where links read blocks by themselves, they do so once the step has computed them.
+    """
 
     target: DecodeTarget
     endpoint: LinkEndpoint
     reservation_id: ReservationId
     frame: Frame
+    after_step: int | None = None
+    """The step in flight that computes it; None: it is computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +133,8 @@ class ReportHandedOff:
     num_blocks: int
     num_bytes: int
     transfer_s: float | None
-    """From sending all frames in one go to the acknowledgement; None if they went by and by."""
+    """From sending all frames in one go, or from the end of the step that they were sent in, to the
+    acknowledgement; None if they went by and by."""
 
 
 class ReturnReason(Enum):

@@ -1,5 +1,6 @@
 """The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
 
+from kv_transfer.computing import ComputedKv
 from kv_transfer.grants import derive_manifest, list_links
 from kv_transfer.plan import Manifest
 from kv_transfer.prefill_actions import (
@@ -69,7 +70,7 @@ class PrefillHandoff:
         self._target: DecodeTarget | None = None
         self._grant: Grant | None = None
         self._manifest: Manifest | None = None
-        self._num_computed_tokens = 0
+        self._computed = ComputedKv()
         self._num_pushed = 0
         self._sent: set[int] = set()
         self._tokens: tuple[FirstToken, ...] = ()
@@ -166,11 +167,21 @@ class PrefillHandoff:
         self._enter(PrefillStage.SENDING)
         return [*self._push_ready(), *self._commit_if_ready()]
 
+    def launched(self, num_tokens: int, step: int) -> list[PrefillAction]:
+        """Notes a step in flight that completes KV of so many tokens; pushes what it completes.
+
+        Only where links can wait for it on the device.
+        """
+        if self.is_done:
+            return []
+        self._computed.launch(num_tokens, step)
+        return self._push_ready()
+
     def computed(self, num_tokens: int) -> list[PrefillAction]:
         """Notes that KV of the first `num_tokens` tokens is valid; pushes what became ready."""
         if self.is_done:
             return []
-        self._num_computed_tokens = max(self._num_computed_tokens, num_tokens)
+        self._computed.end(num_tokens)
         return self._push_ready()
 
     @property
@@ -184,9 +195,12 @@ class PrefillHandoff:
         """Takes the next token of each sample that goes on; `is_finished`: none does."""
         if self.is_done:
             return []
-        self._num_computed_tokens = len(self.request.token_ids)
+        self._computed.end(len(self.request.token_ids))
         self._tokens = tokens
         self._token_at_s = self._clock.now()
+        if self._pushed_whole_at_s is not None:
+            # Ahead of their step: what was sent before it ended took nobody's time.
+            self._pushed_whole_at_s = self._token_at_s
         if is_finished:
             return self._finish(PrefillStage.FINISHED, "finished at prefill")
         return [*self._push_ready(), *self._commit_if_ready()]
@@ -260,7 +274,7 @@ class PrefillHandoff:
     def _push_ready(self) -> list[PrefillAction]:
         if self._grant is None or self._manifest is None or self._target is None:
             return []
-        num_ready = self._manifest.count_ready(self._num_computed_tokens)
+        num_ready = self._manifest.count_ready(self._computed.num_expected)
         frames = self._manifest.frames[self._num_pushed : num_ready]
         if frames and not self._has_unsent_frames():
             self._progress_at_s = self._clock.now()
@@ -274,6 +288,7 @@ class PrefillHandoff:
                 endpoint=self._grant.links[frame.decode_rank],
                 reservation_id=self._grant.reservation_id,
                 frame=frame,
+                after_step=self._computed.step_for(frame.end_token),
             )
             for frame in frames
         ]

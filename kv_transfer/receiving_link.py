@@ -13,7 +13,7 @@ from kv_transfer import codec
 from kv_transfer.device_receiver import DeviceReceiver
 from kv_transfer.events import FrameLanded, LinkDown, LinkId, Post, TokensTold
 from kv_transfer.gloo_receiver import GlooReceiver
-from kv_transfer.incoming_routes import InRoute, NcclIn, PushIn
+from kv_transfer.incoming_routes import GrantingRing, InRoute, NcclIn, PushIn
 from kv_transfer.landing_ring import LandingRing
 from kv_transfer.link_device import DeviceFault, LinkDevice, Mark, OwnMemory
 from kv_transfer.links import DECODE_MEMBER, Link
@@ -272,10 +272,10 @@ class ReceivingLink:
         """Tells the peer what it needs for its end, and makes this one."""
         assert self._device is not None
         assert self._memory is not None
-        timeout_s = self._config.frame_timeout_s
+        granting = GrantingRing(ring, self._channel, self._config.frame_timeout_s)
         if transport == PUSH:
             self._welcome(ring_handle=self._memory.handle)
-            return PushIn(ring, self._channel, timeout_s)
+            return PushIn(granting)
         assert transport == NCCL
         nccl_id = self._device.make_nccl_id()
         self._welcome(nccl_id=nccl_id)
@@ -286,7 +286,7 @@ class ReceivingLink:
         except DeviceFault as error:
             self._exchange(str(error) or "unknown")
             raise
-        return NcclIn(ring, self._channel, timeout_s, self._device, end)
+        return NcclIn(granting, ring, self._device, end)
 
     def _exchange(self, failure: str) -> str:
         """Tells the peer how this end's preparation went; returns how the peer's did."""

@@ -15,6 +15,7 @@ from kv_transfer.links import PREFILL_MEMBER, Link
 from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
 from kv_transfer.outgoing_routes import NcclRoute, OutRoute, Packer, PushRoute
 from kv_transfer.protocol import SampledAhead
+from kv_transfer.staged_push import StagedPushRoute
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from kv_transfer.transport_choice import GLOO, NCCL, PUSH, LinkSite
 from pdserve.config.worker import HandoffConfig
@@ -267,7 +268,13 @@ class SendingLink:
         num_bytes = welcome.num_slots * welcome.slot_bytes
         if welcome.transport == PUSH:
             ring = self._device.open_memory(welcome.ring_handle, num_bytes)
-            return PushRoute(self._device, ring, welcome.num_slots)
+            if not self._config.push_is_staged:
+                return PushRoute(self._device, ring, welcome.num_slots)
+            try:
+                return StagedPushRoute(self._device, ring, welcome.num_slots)
+            except DeviceFault:
+                ring.close()
+                raise
         assert welcome.transport == NCCL
         end = self._device.join_nccl(
             welcome.nccl_id,
@@ -276,7 +283,7 @@ class SendingLink:
             lambda: self._queue.end is not None,
         )
         try:
-            return NcclRoute(self._device, end, welcome.slot_bytes)
+            return NcclRoute(self._device, end, welcome.num_slots, welcome.slot_bytes)
         except DeviceFault:
             end.abort()
             raise
@@ -360,7 +367,7 @@ class SendingLink:
             # It stays mapped: freed memory that the device still writes would be worse.
             logger.error("link memory is lost", extra={"peer_worker_id": self._peer.worker_id})
 
-    def _note_sent(self, frame: OutgoingFrame) -> None:
+    def _note_sent(self, frame: OutgoingFrame, on_link_s: float | None = None) -> None:
         if not self._queue.finish(frame):
             return  # it was reported as lost
         with self._lock:
@@ -370,6 +377,7 @@ class SendingLink:
                 link=self.link_id,
                 reservation_id=frame.reservation_id,
                 frame_index=frame.frame_index,
+                on_link_s=on_link_s,
             )
         )
 

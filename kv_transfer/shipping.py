@@ -12,6 +12,7 @@ from kv_transfer.link_device import LinkDevice, Mark
 from kv_transfer.plan import Frame
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.transport import FrameReceiver, FrameSender, LinkPeer, LinkStatus, OutgoingFrame
+from pdserve.cache.kv_marks import KvMarks
 from pdserve.cache.kv_region import KvRegion, make_region
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.request import BlockId, Incarnation, ReservationId
@@ -26,6 +27,8 @@ class ShipFrame:
     reservation_id: ReservationId
     frame_index: int
     region: KvRegion
+    after_step: int | None = None
+    """The step that computes it, which need not have ended; None: it is computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +106,25 @@ class RankShipper:
     the frame is sent, or cancelled.
     """
 
-    def __init__(self, kv: KvTensors, links: FrameSender, device: LinkDevice | None = None) -> None:
-        """Keeps them; `device` is None on a CPU."""
+    def __init__(
+        self,
+        kv: KvTensors,
+        links: FrameSender,
+        device: LinkDevice | None = None,
+        marks: KvMarks | None = None,
+    ) -> None:
+        """Keeps them.
+
+        Args:
+            kv: the rank's blocks.
+            links: to decode ranks.
+            device: of the blocks; None is a CPU.
+            marks: in the rank's steps; None: frames are ordered only when their step has ended.
+        """
         self._kv = kv
         self._links = links
         self._device = device
+        self._marks = marks
 
     def has_room(self, ends: LinkEnds) -> bool:
         """Says whether one more frame may be packed for a rank of a peer now."""
@@ -125,13 +142,18 @@ class RankShipper:
         """Does nothing: these links know themselves what room they have."""
 
     def ship(self, order: ShipFrame) -> None:
-        """Pushes a region: packed, or on a GPU as it lies in its blocks."""
-        region = order.region
+        """Pushes a region: packed, or on a GPU as it lies in its blocks, or will."""
+        region, after = order.region, None
+        if order.after_step is not None:
+            assert self._marks is not None
+            assert self._device is not None
+            after = self._marks.find(order.after_step, region.layers.stop)
         frame = OutgoingFrame(
             reservation_id=order.reservation_id,
             frame_index=order.frame_index,
             num_bytes=self._kv.frame_bytes(region),
             payload=self._kv.pack(region) if self._device is None else region,
+            after=after,
         )
         self._links.push(order.peer, frame)
 

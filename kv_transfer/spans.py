@@ -16,7 +16,10 @@ def describe_event(event: object) -> dict[str, Detail]:
         case rank_pb2.ToRank():
             return _describe_message(event)
         case FrameSent():
-            return {"event": "frame sent", **_frame(event.reservation_id, event.frame_index)}
+            sent = {"event": "frame sent", **_frame(event.reservation_id, event.frame_index)}
+            if event.on_link_s is not None:
+                sent["on_link_us"] = round(1e6 * event.on_link_s)
+            return sent
         case TokensTold():
             return {"event": "tokens told", "reservation": event.words.reservation_id.hex()}
         case FrameLanded():

@@ -13,7 +13,7 @@ from kv_transfer.protocol import (
     RefusalReason,
     salt_digest,
 )
-from pdserve.config.link_memory import settle_frame_tokens
+from pdserve.config.link_memory import FrameSizes, settle_frames
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
 from pdserve.errors import ConfigError
@@ -29,12 +29,13 @@ class Terms:
         geometry: KvGeometry,
         config: HandoffConfig,
         link_endpoints: Sequence[LinkEndpoint],
+        frame_sizes: FrameSizes | None = None,
     ) -> None:
         """Settles the size of frames; arguments as of `DecodeHandoffs`."""
         self._me = me
         self._geometry = geometry
         self._config = config
-        self._frame_tokens = settle_frame_tokens(config, geometry, is_on_gpu=False)
+        self._frame_sizes = frame_sizes or settle_frames(config, geometry, is_on_gpu=False)
         self._link_endpoints = tuple(link_endpoints)
 
     def check(self, envelope: Envelope, request: Request) -> KvPair | Refusal:
@@ -62,26 +63,27 @@ class Terms:
 
     def make_manifest(self, pair: KvPair, num_tokens: int, num_cached_tokens: int) -> Manifest:
         """Cuts the KV of a prompt that is not cached here into frames."""
-        return make_manifest(
-            pair, num_tokens, num_cached_tokens, self._frame_tokens, self._config.frame_layers
-        )
+        size = self._frame_sizes.choose(num_tokens - num_cached_tokens)
+        return make_manifest(pair, num_tokens, num_cached_tokens, size.tokens, size.layers)
 
     def make_grant(
         self,
         reservation_id: ReservationId,
         pair: KvPair,
         manifest: Manifest,
+        num_tokens: int,
         num_cached_tokens: int,
     ) -> Grant:
         """Says what prefill must know to send these frames."""
+        size = self._frame_sizes.choose(num_tokens - num_cached_tokens)
         return Grant(
             reservation_id=reservation_id,
             num_cached_tokens=num_cached_tokens,
             manifest_digest=manifest.digest,
             links=self._link_endpoints,
             lease_s=self._config.lease_s,
-            frame_tokens=self._frame_tokens,
-            frame_layers=self._config.frame_layers,
+            frame_tokens=size.tokens,
+            frame_layers=size.layers,
             decode_shape=self._me.shape,
             wire_dtype=pair.wire_dtype,
         )

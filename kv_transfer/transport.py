@@ -12,6 +12,7 @@ from torch import Tensor
 from kv_transfer.events import FrameLanded
 from kv_transfer.link_device import Mark
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
+from pdserve.cache.kv_marks import KvMark
 from pdserve.cache.kv_region import KvRegion
 from pdserve.request import Incarnation, ReservationId, WorkerId
 
@@ -36,6 +37,8 @@ class OutgoingFrame:
     payload: Tensor | KvRegion
     """Packed: uint8 [num_bytes], contiguous, on the CPU. Or where it lies in a GPU's blocks, from
     which the link reads it; `FrameSender.cancel` tells when that is over."""
+    after: KvMark | None = None
+    """From where on it is in its blocks, on a GPU; None: it is there."""
 
     @property
     def is_in_blocks(self) -> bool:

@@ -47,7 +47,9 @@ class PrefillEngine:
         self._config = config
         self._scheduler = scheduler
         self._samples = StepSamples(clock)
-        self._pipeline = StepPipeline(SampledRunner(runner, self._samples), self._plan_step)
+        self._pipeline = StepPipeline(
+            SampledRunner(runner, self._samples), self._plan_step, desk.launched
+        )
         self._desk = desk
         self._outbox = outbox
         self._clock = clock
@@ -155,6 +157,7 @@ class PrefillEngine:
             return False
         plan, result = ended.plan, ended.result
         self._samples.note_end(plan)
+        self._desk.shipments.end_step()
         if result.prompt_logprobs:
             report_prompt_scores(self._scheduler.live_slices(plan), result, self._outbox)
         for progress in self._scheduler.complete_step(plan, result):

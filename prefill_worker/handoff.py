@@ -23,20 +23,18 @@ from kv_transfer.prefill_actions import (
 )
 from kv_transfer.prefill_side import PrefillHandoff
 from kv_transfer.protocol import (
-    Acknowledged,
-    CallFailed,
     DecodeTarget,
     FirstToken,
-    Grant,
-    HandoffAborted,
     Identity,
     LinkEndpoint,
     Refusal,
 )
 from kv_transfer.shipping import ShipFrame, Shipper, region_of
 from kv_transfer.transport import LinkPeer
+from pdserve.cache.kv_marks import KvMarks
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.engine.batch import StepPlan
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import WorkerLost
 from pdserve.rank.outbox import Outbox
@@ -44,6 +42,7 @@ from pdserve.rank.sample_updates import send_to_samples
 from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
+from prefill_worker.peer_answers import commit_answer, reserve_answer
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.shipments import Shipments
 from prefill_worker.totals import HandoffTotals
@@ -88,7 +87,9 @@ class HandoffDesk:
         shipper: Shipper,
         outbox: Outbox,
         clock: Clock,
+        marks: KvMarks | None = None,
     ) -> None:
+        """`marks` are in the runner's steps; None: frames leave when their step has ended."""
         self.totals = HandoffTotals()
         self.shipments = Shipments(clock)
         self._me = me
@@ -99,6 +100,7 @@ class HandoffDesk:
         self._shipper = shipper
         self._outbox = outbox
         self._clock = clock
+        self._marks = marks
         self._open: dict[RequestId, _Desk] = {}
         self._settling: list[PrefillHandoff] = []
         self._calls: dict[int, _OpenCall] = {}
@@ -156,6 +158,19 @@ class HandoffDesk:
             desk.first_target = target
             return
         self._run(desk.handoff, desk.handoff.place(target))
+
+    def launched(self, plan: StepPlan) -> None:
+        """Notes a step that was just launched; frames that it completes go out ahead of its end."""
+        if self._marks is None:
+            return
+        step = self._marks.newest
+        self.shipments.begin_step(step)
+        for part in plan.slices:
+            request_id = part.request.request_id
+            handoff = self._open[request_id].handoff
+            if part.start == self._scheduler.num_cached_tokens(request_id):
+                self._run(handoff, handoff.computed(part.start))
+            self._run(handoff, handoff.launched(part.end, step))
 
     def computed(self, request_id: RequestId, num_tokens: int) -> None:
         """Passes on progress; frames that became whole go out."""
@@ -222,12 +237,12 @@ class HandoffDesk:
         handoff = call.handoff
         match call.action:
             case SendReserve(target=target):
-                answer = _reserve_answer(reply)
+                answer = reserve_answer(reply)
                 self.totals.refused += isinstance(answer, Refusal)
                 self._run(handoff, handoff.reserve_answered(target, answer))
                 self._open_links(handoff)
             case SendCommit(target=target):
-                self._run(handoff, handoff.commit_answered(target, _commit_answer(reply)))
+                self._run(handoff, handoff.commit_answered(target, commit_answer(reply)))
             case SendRenew(target=target):
                 if reply.HasField("renew"):
                     is_alive = all(reply.renew.is_alive)
@@ -304,8 +319,9 @@ class HandoffDesk:
             reservation_id=action.reservation_id,
             frame_index=frame.index,
             region=region_of(frame, table, self._geometry.block_size),
+            after_step=action.after_step,
         )
-        self.shipments.add(action.reservation_id, frame.index)
+        self.shipments.add(action.reservation_id, frame.index, action.after_step)
         self._shipper.ship(order)
 
     def _drop_frames(self, reservation_id: ReservationId) -> None:
@@ -379,21 +395,3 @@ def _peer_of(target: DecodeTarget, endpoint: LinkEndpoint, rank: int) -> LinkPee
         endpoint=endpoint,
         rank=rank,
     )
-
-
-def _reserve_answer(reply: rank_pb2.PeerReply) -> Grant | Refusal | CallFailed:
-    if reply.HasField("error"):
-        return codec.call_failed_from_wire(reply.error)
-    try:
-        return codec.reserve_answer_from_wire(reply.reserve)
-    except ValueError as error:
-        return CallFailed(detail=str(error))
-
-
-def _commit_answer(reply: rank_pb2.PeerReply) -> Acknowledged | HandoffAborted | CallFailed:
-    if reply.HasField("error"):
-        return codec.call_failed_from_wire(reply.error)
-    try:
-        return codec.commit_answer_from_wire(reply.commit)
-    except ValueError as error:
-        return CallFailed(detail=str(error))

@@ -70,6 +70,7 @@ def build_engine(
         shipper=_note_spans(context, _make_shipper(context, links, device)),
         outbox=context.outbox,
         clock=context.clock,
+        marks=None if device is None else context.marks,
     )
     return PrefillEngine(
         config=config,
@@ -90,7 +91,7 @@ def build_follower(context: FollowerContext) -> FollowerDesk:
         rank=context.rank,
         compute=context.compute,
         tell=context.tell,
-        shipper=RankShipper(context.kv, links, device),
+        shipper=RankShipper(context.kv, links, device, context.marks),
     )
 
 
@@ -100,7 +101,7 @@ def _build(context: RankContext) -> PrefillEngine:
 
 
 def _make_shipper(context: RankContext, links: FrameSender, device: LinkDevice | None) -> Shipper:
-    local = RankShipper(context.kv, links, device)
+    local = RankShipper(context.kv, links, device, context.marks)
     if context.followers is None:
         return local
     max_in_flight = context.config.handoff.ring_slots if device is None else MAX_FRAMES_IN_BLOCKS

@@ -22,7 +22,12 @@ class HandoffConfig:
     """Prompt tokens in one frame, a multiple of the block size; None: as many as fill 64 MiB on a
     GPU, 6 MiB on a CPU, with what one rank holds of them."""
     frame_layers: int | None = None
-    """Layers in one frame, said by the decode worker; None: all that two ranks have in common."""
+    """Layers in one frame of a long prompt, said by the decode worker: it leaves while later layers
+    are computed. None: 8 on a GPU; on a CPU, whose steps are over at once, all that two ranks have
+    in common."""
+    layered_from_tokens: int = 1024
+    """Prompts with so many tokens to send go in groups of layers; frames of shorter ones hold all
+    layers: there, more frames cost more than they hide."""
     ring_slots: int = 4
     """Landing slots per link, at most 32; bounds the frames in flight."""
     transports: tuple[str, ...] = TRANSPORTS
@@ -32,6 +37,11 @@ class HandoffConfig:
     """Links of one rank that hold GPU memory; the least recently used one makes room."""
     nccl_max_ctas: int = 16
     """Thread blocks that one NCCL transfer may occupy."""
+    push_is_staged: bool = False
+    """A push gathers a frame in own memory and lets a copy engine take it to the peer; False: one
+    kernel gathers into the peer's memory."""
+    pack_programs: int | None = None
+    """Thread blocks that packing a frame may occupy; None: one for each multiprocessor."""
     lease_s: float = 10.0
     """A reservation, or KV held for one, outlives its peer by this long."""
     look_ahead: int = 4
@@ -70,6 +80,7 @@ class HandoffConfig:
             ("ring_slots", self.ring_slots),
             ("max_device_links", self.max_device_links),
             ("nccl_max_ctas", self.nccl_max_ctas),
+            ("layered_from_tokens", self.layered_from_tokens),
         ):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")

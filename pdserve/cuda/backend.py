@@ -9,6 +9,7 @@ captured to see what one costs.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.cuda.attention import SPLIT_ROWS, AttentionRoom, LayerAttention
 from pdserve.cuda.device import Device
+from pdserve.cuda.marks import LayerMarks, mark_steps
 from pdserve.cuda.memory import MemoryPicture, fit_blocks
 from pdserve.cuda.model import CudaModel, make_rotary_tables
 from pdserve.cuda.plans import choose_plans
@@ -100,7 +102,7 @@ class CudaBackend:
             runner.announce, runner.results = announce, results
             return runner
 
-        return LoadedParts(kv=kv, make_runner=give_runner)
+        return LoadedParts(kv=kv, make_runner=give_runner, marks=runner.marks)
 
 
 def make_parts(
@@ -217,6 +219,9 @@ def make_runner(
         is_trial: computes padding alone, so that any KV will do for the longest sequence.
     """
     room = kv.num_blocks * job.geometry.block_size
+    make_marks = None
+    if job.mark_layers is not None and not is_trial:
+        make_marks = partial(LayerMarks, mark_steps, job.part.layers, job.mark_layers)
     return CudaRunner(
         parts.model,
         kv,
@@ -227,6 +232,7 @@ def make_runner(
         is_deterministic=job.engine.deterministic,
         graph_shapes=parts.shapes if shapes is None else shapes,
         stages=parts.stages,
+        make_marks=make_marks,
     )
 
 

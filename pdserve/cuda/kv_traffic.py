@@ -1,8 +1,9 @@
 """Frames between a GPU's KV blocks and links: packed, checked and scattered beside the steps.
 
-Work is launched on streams of its own, with priority, and never waited for. What is gathered was
-computed by a step that has ended. What is scattered goes to blocks that no step in flight uses;
-later steps wait for it on the device (`scatter`), the host does not.
+Work is launched on streams of its own, with priority, and never waited for by the host. What is
+gathered was computed by a step that has ended, or by one that is waited for on the device
+(`TrafficLane.wait_for`). What is scattered goes to blocks that no step in flight uses; later steps
+wait for it on the device, too (`KvTraffic.scatter`).
 """
 
 import ctypes
@@ -20,10 +21,11 @@ from pdserve.cache.kv_frame import FRAME_DTYPES
 from pdserve.cache.kv_region import KvRegion
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.cuda.faults import DeviceFault
+from pdserve.cuda.marks import TrafficMark
 from pdserve.cuda.nccl import NcclPair, make_unique_id
 from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
 from pdserve.cuda.traffic_rows import FrameSums, SumRows, UploadRows
-from pdserve.kernels.kv_pack import FramePacker, add_checksum
+from pdserve.kernels.kv_pack import FrameAdder, FramePacker
 from pdserve.request import BlockId
 
 _PRIORITY = -1
@@ -32,30 +34,6 @@ _SET_TIMER_SLACK = 29
 _TIMER_SLACK_NS = 1000
 _WARM_UP_BYTES = 1024
 _POLL_S = 20e-6
-
-
-class TrafficMark:
-    """A point in a stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Records the present end of the stream."""
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-
-    def is_reached(self) -> bool:
-        """Says whether the work before it is done.
-
-        Raises:
-            DeviceFault: the device failed.
-        """
-        try:
-            return bool(self.event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise DeviceFault(str(error).splitlines()[0]) from error
-
-    def wait(self) -> None:
-        """Waits until the work before it is done."""
-        self.event.synchronize()
 
 
 class TrafficEnd:
@@ -97,14 +75,14 @@ class Packers:
 class TrafficLane:
     """A stream of one link. One thread at a time."""
 
-    def __init__(self, device: torch.device, packers: Packers, num_sum_programs: int) -> None:
+    def __init__(self, device: torch.device, packers: Packers, adder: FrameAdder) -> None:
         """Makes the stream, and rows for ids and sums."""
         self._device = device
         self._packers = packers
-        self._num_sum_programs = num_sum_programs
         self._stream = torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            self._uploads, self._sums = UploadRows(device), SumRows(device)
+        self._handle: int = self._stream.cuda_stream
+        self._uploads, self._sums = UploadRows(device), SumRows(device, adder.num_programs)
+        self._adder = adder
         self._last: TrafficMark | None = None
         """Behind everything; None once something was launched after it."""
 
@@ -112,12 +90,11 @@ class TrafficLane:
         """Packs a region into device memory, a peer's too."""
         packer, tokens = self._packers.find(region), tokens_of(region)
         self._last = None
-        with torch.cuda.stream(self._stream):
-            ids = self._uploads.upload(region.block_ids)
-            packer.gather(ids, tokens, frame, self._sums.cells if has_sum else None)
-            checksum = self._sums.read() if has_sum else None
+        ids = self._uploads.upload(region.block_ids, self._handle)
+        sums = self._sums.take() if has_sum else None
+        num_programs = packer.gather(ids, tokens, frame, sums, self._handle)
         self._uploads.note_used(self.mark())
-        return checksum
+        return self._sums.sums(num_programs) if has_sum else None
 
     def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
         """Packs a region into pinned host memory."""
@@ -127,12 +104,17 @@ class TrafficLane:
             self._last = None
             frame.copy_(packed, non_blocking=True)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies device memory, to a peer's too; no kernel does it."""
+        self._last = None
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
     def add_up(self, frame: Tensor) -> FrameSums:
         """Computes a frame's checksum."""
         self._last = None
-        with torch.cuda.stream(self._stream):
-            add_checksum(frame, self._sums.cells, num_programs=self._num_sum_programs)
-            return self._sums.read()
+        num_programs = self._adder.add_up(frame, self._sums.take(), self._handle)
+        return self._sums.sums(num_programs)
 
     def send(self, end: object, frame: Tensor) -> None:
         """Sends bytes to the other end.
@@ -176,15 +158,17 @@ class TrafficLane:
 class KvTraffic:
     """The `LinkDevice` of a CUDA GPU that holds a rank's KV."""
 
-    def __init__(self, kv: KvTensors, *, nccl_max_ctas: int) -> None:
+    def __init__(
+        self, kv: KvTensors, *, nccl_max_ctas: int, pack_programs: int | None = None
+    ) -> None:
         """Makes the engine's stream and compiles the kernels."""
         self._kv = kv
         self._nccl_max_ctas = nccl_max_ctas
         properties = torch.cuda.get_device_properties(kv.device)
         # One each: beside matrix products no slower than few, and alone the fastest (H200).
         num_programs: int = properties.multi_processor_count
-        self._num_sum_programs = _SUM_PROGRAMS_PER_SM * num_programs
-        self._packers = Packers(kv, num_programs)
+        self._adder = FrameAdder(_SUM_PROGRAMS_PER_SM * num_programs)
+        self._packers = Packers(kv, pack_programs or num_programs)
         self._uuid = str(properties.uuid)
         self._host_id = read_host_id()
         self._landing = torch.cuda.Stream(kv.device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
@@ -267,7 +251,7 @@ class KvTraffic:
 
     def make_lane(self) -> TrafficLane:
         """Returns a new stream."""
-        return TrafficLane(self._kv.device, self._packers, self._num_sum_programs)
+        return TrafficLane(self._kv.device, self._packers, self._adder)
 
     def scatter(self, region: KvRegion, payload: Tensor) -> TrafficMark:
         """Writes a frame to the rank's blocks; later steps of the engine wait for it.
@@ -279,9 +263,11 @@ class KvTraffic:
         """
         self._kv.check_target(region, payload)
         packer, tokens = self._packers.find(region), tokens_of(region)
-        with torch.cuda.stream(self._landing):
-            frame = payload.to(self._kv.device, non_blocking=True)
-            packer.scatter(self._uploads.upload(region.block_ids), tokens, frame)
+        handle: int = self._landing.cuda_stream
+        if payload.device != self._kv.device:
+            with torch.cuda.stream(self._landing):
+                payload = payload.to(self._kv.device, non_blocking=True)
+        packer.scatter(self._uploads.upload(region.block_ids, handle), tokens, payload, handle)
         mark = TrafficMark(self._landing)
         self._uploads.note_used(mark)
         self.let_steps_wait_for(mark)

@@ -10,6 +10,7 @@ Letters: M rows, E hidden size, H query heads, D head dim, S splits of a product
 rows that sample, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,9 @@ from pdserve.kernels.rotary_store import rotate_and_store
 from pdserve.kernels.silu_mul import silu_mul
 from pdserve.layers.parallel import Shard
 from pdserve.layers.rope_scaling import make_frequencies
+
+NoteStored = Callable[[int], None]
+"""Told, as a step is launched, up to which layer of the model, exclusive, its KV is stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +113,15 @@ class CudaModel:
         return self._workspace.rows(num_rows)
 
     @torch.inference_mode()
-    def forward(self, rows: StepRows, kv: KvTensors) -> Tensor | None:
+    def forward(
+        self, rows: StepRows, kv: KvTensors, note_stored: NoteStored | None = None
+    ) -> Tensor | None:
         """Computes every row and writes its KV.
 
         Returns:
             This rank's logits, overwritten by the next step; None if no row samples.
         """
-        hidden = self.compute_hidden(rows, kv)
+        hidden = self.compute_hidden(rows, kv, note_stored)
         return None if hidden is None or not self.has_head else self.score_share(hidden)
 
     @torch.inference_mode()
@@ -150,7 +156,9 @@ class CudaModel:
         return self.ranks.gather(logits_RN, self._workspace.all_logits(logits_RN.shape[0]))
 
     @torch.inference_mode()
-    def compute_hidden(self, rows: StepRows, kv: KvTensors) -> Tensor | None:
+    def compute_hidden(
+        self, rows: StepRows, kv: KvTensors, note_stored: NoteStored | None = None
+    ) -> Tensor | None:
         """Computes all but the head; returns the normed rows that sample, None if there are none.
 
         They are overwritten by the next step. A stage that has no head returns all rows.
@@ -166,6 +174,8 @@ class CudaModel:
         last = len(weights.layers) - 1
         for index, (layer, next_gain_E) in enumerate(zip(weights.layers, gains, strict=True)):
             read = self._store(index, layer, rows, buffers, kv)
+            if note_stored is not None:
+                note_stored(weights.first_layer + index + 1)
             if index < last or not self.has_head or rows.sample_rows_R is None:
                 self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
             elif rows.sample_rows_R.shape[0] == 0:

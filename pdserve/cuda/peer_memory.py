@@ -6,26 +6,15 @@ when both sides have closed it, or died.
 """
 
 import ctypes
-from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from pdserve.cuda.faults import DeviceFault
+from pdserve.cuda.runtime import HANDLE_BYTES, Handle, check, load_runtime
 
-HANDLE_BYTES = 64
 ALIGNMENT_BYTES = 2 * 1024 * 1024
 """Smaller buffers would share a page, and so a handle, with others."""
 _LAZY_PEER_ACCESS = 1
-
-
-class CudaFault(DeviceFault):
-    """A call of the CUDA runtime failed."""
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
 class PeerBuffer:
@@ -41,14 +30,14 @@ class PeerBuffer:
         self._device = device
         self._address = ctypes.c_void_p()
         num_allocated = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        runtime = _runtime()
+        runtime = load_runtime()
         with torch.cuda.device(device):
-            _check("cudaMalloc", runtime.cudaMalloc(ctypes.byref(self._address), num_allocated))
-            _check("cudaMemset", runtime.cudaMemset(self._address, 0, num_allocated))
+            check("cudaMalloc", runtime.cudaMalloc(ctypes.byref(self._address), num_allocated))
+            check("cudaMemset", runtime.cudaMemset(self._address, 0, num_allocated))
             # The memset may still run, and a peer's kernel does not queue behind it.
             torch.cuda.synchronize(device)
-            handle = _Handle()
-            _check("cudaIpcGetMemHandle", runtime.cudaIpcGetMemHandle(handle, self._address))
+            handle = Handle()
+            check("cudaIpcGetMemHandle", runtime.cudaIpcGetMemHandle(handle, self._address))
         self.handle = bytes(memoryview(handle).cast("B"))
         """What another process opens it with, 64 bytes."""
         self.tensor = view_memory(self._address, num_bytes, device)
@@ -61,7 +50,7 @@ class PeerBuffer:
         address, self._address = self._address, ctypes.c_void_p()
         self.tensor = self.tensor[:0].clone()
         with torch.cuda.device(self._device):
-            _check("cudaFree", _runtime().cudaFree(address))
+            check("cudaFree", load_runtime().cudaFree(address))
 
 
 class OpenedBuffer:
@@ -83,10 +72,10 @@ class OpenedBuffer:
         self._address = ctypes.c_void_p()
         # The mapping belongs to the device that is current, whichever one holds the memory.
         with torch.cuda.device(device):
-            code = _runtime().cudaIpcOpenMemHandle(
-                ctypes.byref(self._address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+            code = load_runtime().cudaIpcOpenMemHandle(
+                ctypes.byref(self._address), Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
             )
-            _check("cudaIpcOpenMemHandle", code)
+            check("cudaIpcOpenMemHandle", code)
         self.tensor = view_memory(self._address, num_bytes, device)
         """uint8 [num_bytes], of `device` as torch sees it; not to be used after `close`."""
 
@@ -97,7 +86,7 @@ class OpenedBuffer:
         address, self._address = self._address, ctypes.c_void_p()
         self.tensor = self.tensor[:0].clone()
         with torch.cuda.device(self._device):
-            _check("cudaIpcCloseMemHandle", _runtime().cudaIpcCloseMemHandle(address))
+            check("cudaIpcCloseMemHandle", load_runtime().cudaIpcCloseMemHandle(address))
 
 
 def view_memory(address: ctypes.c_void_p, num_bytes: int, device: torch.device) -> Tensor:
@@ -108,33 +97,3 @@ def view_memory(address: ctypes.c_void_p, num_bytes: int, device: torch.device) 
     assert address.value is not None
     storage = torch._C._construct_storage_from_data_pointer(address.value, device, num_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-@cache
-def _runtime() -> ctypes.CDLL:
-    """Returns the CUDA runtime that torch has loaded, with its argument types declared."""
-    version = torch.version.cuda
-    if version is None:
-        raise CudaFault("this torch was built without CUDA")
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    # Of its soname: the loader hands out the library that is loaded already.
-    runtime = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}")
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    runtime.cudaMalloc.argtypes = [ctypes.POINTER(pointer), size]
-    runtime.cudaMemset.argtypes = [pointer, ctypes.c_int, size]
-    runtime.cudaFree.argtypes = [pointer]
-    runtime.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), pointer]
-    runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(pointer), _Handle, ctypes.c_uint]
-    runtime.cudaIpcCloseMemHandle.argtypes = [pointer]
-    runtime.cudaGetErrorString.argtypes = [ctypes.c_int]
-    runtime.cudaGetErrorString.restype = ctypes.c_char_p
-    return runtime
-
-
-def _check(call: str, code: int) -> None:
-    if code == 0:
-        return
-    runtime = _runtime()
-    runtime.cudaGetLastError()  # else the next call of torch's would raise it again
-    text = cast(bytes, runtime.cudaGetErrorString(code)).decode()
-    raise CudaFault(f"{call} failed: {text} ({code})")

@@ -9,7 +9,7 @@ rank 0 what.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,8 @@ from pdserve.cuda.assembly import AssembledStep, Assembler, StepLimits
 from pdserve.cuda.awaited import AwaitedIds
 from pdserve.cuda.device import Device, StepEvent
 from pdserve.cuda.graphs import CaptureReport, GraphSet
-from pdserve.cuda.model import CudaModel
+from pdserve.cuda.marks import LayerMarks
+from pdserve.cuda.model import CudaModel, NoteStored
 from pdserve.cuda.sampling import ChosenTokens, SampleSlot, TokenChooser
 from pdserve.cuda.scoring import PromptScores, score_prompts
 from pdserve.cuda.stages import DeviceStages
@@ -116,6 +117,7 @@ class CudaRunner:
         is_deterministic: bool = False,
         graph_shapes: Sequence[StepShape] = (),
         stages: DeviceStages | None = None,
+        make_marks: Callable[[int], LayerMarks] | None = None,
     ) -> None:
         """Keeps them; graphs are captured by `capture`.
 
@@ -129,10 +131,12 @@ class CudaRunner:
             is_deterministic: the way that tokens are batched changes no bit.
             graph_shapes: what `capture` will capture.
             stages: this rank's place among several; None: it has all layers.
+            make_marks: makes what marks layers in so many steps in flight; None: nobody asks.
         """
         num_lanes = 1 if stages is None else stages.room.num_stages
         in_flight = 2 if stages is None else stages.room.max_steps_in_flight
         self.max_steps_in_flight = in_flight
+        self.marks = None if make_marks is None else make_marks(in_flight)
         self.results: StepResults | None = None
         """Takes what the last stage sampled to rank 0; on these two ranks of a pipeline."""
         self.model = model
@@ -182,6 +186,8 @@ class CudaRunner:
             self.announce(plan)
         step = self._assembler.assemble(plan, self._awaited.indices)
         self._number += 1
+        if self.marks is not None:
+            self.marks.begin(self._number)
         if self._stages is not None:
             buffers = self.model.buffers(step.shape.num_rows)
             self._stages.enter(self._number, self._awaited.newest(plan), buffers)
@@ -279,16 +285,26 @@ class CudaRunner:
         if step.targets:
             return self._forward_scored(step)
         if step.is_captured:
-            return self._graphs.replay(step.shape), (), step.slots
-        return self._compute(step.shape, step.chunks), (), step.slots
+            logits = self._graphs.replay(step.shape)
+            if self.marks is not None:
+                self.marks.note_all_stored()
+            return logits, (), step.slots
+        return self._compute(step.shape, step.chunks, self._note_stored), (), step.slots
 
     def _send_padding(self, shape: StepShape) -> None:
         self._inputs.send(self._inputs.next_writer(shape))
 
     def _compute(
-        self, shape: StepShape, chunks: tuple[PromptChunk, ...] | None = None
+        self,
+        shape: StepShape,
+        chunks: tuple[PromptChunk, ...] | None = None,
+        note_stored: NoteStored | None = None,
     ) -> Tensor | None:
-        return self.model.forward(self._take(shape, chunks), self.kv)
+        return self.model.forward(self._take(shape, chunks), self.kv, note_stored)
+
+    @property
+    def _note_stored(self) -> NoteStored | None:
+        return None if self.marks is None else self.marks.note_stored
 
     def _take(self, shape: StepShape, chunks: tuple[PromptChunk, ...] | None) -> StepRows:
         ids = self._choosers[0].ids if self._stages is None else self._stages.ids
@@ -297,7 +313,8 @@ class CudaRunner:
     def _forward_scored(
         self, step: AssembledStep
     ) -> tuple[Tensor | None, Sequence[PromptScores], Sequence[SampleSlot]]:
-        hidden = self.model.compute_hidden(self._take(step.shape, step.chunks), self.kv)
+        rows = self._take(step.shape, step.chunks)
+        hidden = self.model.compute_hidden(rows, self.kv, self._note_stored)
         assert hidden is not None
         slots = [SampleSlot(part=slot.part, row=row) for row, slot in enumerate(step.slots)]
         if not self.model.has_head:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.cuda.device import Device
-from pdserve.cuda.peer_memory import CudaFault, OpenedBuffer, PeerBuffer
+from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer
+from pdserve.cuda.runtime import CudaFault
 from pdserve.errors import ConfigError, WorkerLost
 from pdserve.kernels.all_gather import gather_over_ranks
 from pdserve.kernels.all_reduce import add_norm_over_ranks

@@ -35,15 +35,22 @@ class _LaunchedStep:
 class StepPipeline:
     """Steps between a scheduler and a runner. Engine thread only."""
 
-    def __init__(self, runner: StepRunner, plan_step: Callable[[], StepPlan | None]) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        plan_step: Callable[[], StepPlan | None],
+        note_launched: Callable[[StepPlan], None] | None = None,
+    ) -> None:
         """Launches nothing yet.
 
         Args:
             runner: computes steps.
             plan_step: plans the next one, while others are in flight; None: not now.
+            note_launched: called with each plan that was launched.
         """
         self._runner = runner
         self._plan_step = plan_step
+        self._note_launched = note_launched
         self._launched: deque[_LaunchedStep] = deque()
 
     @property
@@ -93,6 +100,8 @@ class StepPipeline:
             if plan is None:
                 return
             self._launched.append(_LaunchedStep(plan, self._runner.launch(plan)))
+            if self._note_launched is not None:
+                self._note_launched(plan)
 
     def _end_oldest(self) -> EndedStep:
         oldest = self._launched.popleft()

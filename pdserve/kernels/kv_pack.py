@@ -4,6 +4,9 @@ Letters: L layer, K key or value, B block, S slot, T token, H KV head, D head di
 
 A frame holds its values in the order LKTHD, then, of dtype fp8, one scale for each of LKTH. All
 kernels run on as few programs as they are told, in loops: beside them, matrix products go on.
+
+A frame's checksum is two sums modulo 2^32: of its words, and of each times its odd weight 2 i + 1.
+Each program stores its share; the host adds them up.
 """
 
 import torch
@@ -11,14 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHECKSUM_WORDS = 2
-"""int64, modulo 2^32: the sum of a frame's words, and of each times its odd weight 2 i + 1."""
+from pdserve.kernels.fixed_launch import FixedLaunch
+
+SUM_WORDS = 2
+"""int64, of each program."""
 MAX_FP8 = 448.0
 _TILE_WORDS = 4096
 _NUM_WARPS = 8
 _SIZES = ["offset", "num_tokens", "num_rows", "num_words"]
 """They differ from frame to frame: compiled for none of them, no frame waits for a compiler."""
+_POINTERS = ["block_ids_ptr", "sums_ptr", "scales_ptr"]
+"""Of any alignment."""
 _TILE_VALUES = 2048
+_NUM_CONVERTING_WARPS = 4
 
 
 @triton.jit
@@ -29,16 +37,18 @@ def _slot_of(token, block_ids_ptr, offset, is_inside, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _add(cell_ptr, parts):
-    tl.atomic_add(cell_ptr, tl.sum(parts, axis=0))
+def _store_sums(sums_ptr, plain, weighted):
+    row = sums_ptr + 2 * tl.program_id(0)
+    tl.store(row, tl.sum(plain.to(tl.int64), axis=0))
+    tl.store(row + 1, tl.sum(weighted.to(tl.int64), axis=0))
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
 def copy_rows_kernel(
     blocks_ptr,
     frame_ptr,
     block_ids_ptr,
-    checksum_ptr,
+    sums_ptr,
     offset,
     num_tokens,
     num_rows,
@@ -78,11 +88,11 @@ def copy_rows_kernel(
             data = tl.load(frame_at, mask=is_inside, other=0)
             tl.store(block_at, data, mask=is_inside)
     if HAS_CHECKSUM:
-        _add(checksum_ptr, tl.sum(total.to(tl.int64), axis=1))
-        _add(checksum_ptr + 1, tl.sum(weighted.to(tl.int64), axis=1))
+        plain = tl.sum(total.to(tl.int64), axis=1)
+        _store_sums(sums_ptr, plain, tl.sum(weighted.to(tl.int64), axis=1))
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
 def convert_rows_kernel(
     blocks_ptr,
     frame_ptr,
@@ -136,8 +146,8 @@ def convert_rows_kernel(
             tl.store(block_at, data.to(blocks_ptr.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def checksum_kernel(frame_ptr, checksum_ptr, num_words, BLOCK_W: tl.constexpr):
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
+def checksum_kernel(frame_ptr, sums_ptr, num_words, BLOCK_W: tl.constexpr):
     """Adds a frame's words up; loops over its tiles."""
     total = tl.zeros([BLOCK_W], dtype=tl.int32)
     weighted = tl.zeros([BLOCK_W], dtype=tl.int32)
@@ -146,15 +156,14 @@ def checksum_kernel(frame_ptr, checksum_ptr, num_words, BLOCK_W: tl.constexpr):
         data = tl.load(frame_ptr + index, mask=index < num_words, other=0)
         total += data
         weighted += data * (2 * index + 1)
-    _add(checksum_ptr, total.to(tl.int64))
-    _add(checksum_ptr + 1, weighted.to(tl.int64))
+    _store_sums(sums_ptr, total, weighted)
 
 
 class FramePacker:
     """Packs and scatters frames of the same layers, heads and dtype.
 
     What does not change from frame to frame is worked out once: a frame's launch is on the path of
-    its hand-off.
+    its hand-off. Any thread.
     """
 
     def __init__(self, values: Tensor, dtype: torch.dtype, num_programs: int) -> None:
@@ -168,117 +177,150 @@ class FramePacker:
         self._values = values
         self._dtype = dtype
         self._num_programs = num_programs
-        self._block_size = values.shape[3]
-        self._is_copy = dtype == values.dtype and _has_whole_rows(values)
         self._planes = values.shape[0] * 2
+        self._is_copy = dtype == values.dtype and _has_whole_rows(values)
+        self._summing = FrameAdder(num_programs)
         if self._is_copy:
-            self._per_word = 4 // values.element_size()
-            self._words = _as_words(values)
-            self._row_words = values.shape[4] * values.shape[5] // self._per_word
-            self._block_w = triton.next_power_of_2(self._row_words)
-            self._block_r = max(1, _TILE_WORDS // self._block_w)
+            self._prepare_copying()
         else:
-            self._block_d = triton.next_power_of_2(values.shape[5])
-            self._block_r = max(1, _TILE_VALUES // self._block_d)
+            self._prepare_converting()
 
     def gather(
-        self, block_ids: Tensor, tokens: range, frame: Tensor, checksum: Tensor | None = None
-    ) -> None:
-        """Writes a frame.
+        self, block_ids: Tensor, tokens: range, frame: Tensor, sums: Tensor | None, stream: int
+    ) -> int:
+        """Launches the writing of a frame.
 
         Args:
             block_ids: int64, on the device: the blocks that hold the tokens, in order.
             tokens: slots of the tokens, counted from the first block's first.
             frame: uint8, of its size, aligned to 16 bytes.
-            checksum: int64 [2], to which the frame's sums are added; None skips it.
+            sums: int64 [num_programs, 2], on the device or pinned; None: no checksum.
+            stream: handle of the stream.
+
+        Returns:
+            How many rows of `sums` are written.
         """
         if self._is_copy:
-            self._copy(block_ids, tokens, frame, checksum, is_gather=True)
-            return
-        self._convert(block_ids, tokens, frame, is_gather=True)
-        if checksum is not None:
-            add_checksum(frame, checksum, num_programs=self._num_programs)
+            launch = self._gathering if sums is None else self._summed_gathering
+            return self._copy(launch, block_ids, tokens, frame, sums, stream)
+        self._convert(self._gathering, block_ids, tokens, frame, stream)
+        return 0 if sums is None else self._summing.add_up(frame, sums, stream)
 
-    def scatter(self, block_ids: Tensor, tokens: range, frame: Tensor) -> None:
-        """Writes a frame's values to their blocks, of which no two are the same; see `gather`."""
+    def scatter(self, block_ids: Tensor, tokens: range, frame: Tensor, stream: int) -> None:
+        """Launches the writing of a frame's values to their blocks, all different; see `gather`."""
         if self._is_copy:
-            self._copy(block_ids, tokens, frame, None, is_gather=False)
+            self._copy(self._scattering, block_ids, tokens, frame, None, stream)
         else:
-            self._convert(block_ids, tokens, frame, is_gather=False)
+            self._convert(self._scattering, block_ids, tokens, frame, stream)
+
+    def _prepare_copying(self) -> None:
+        values = self._values
+        per_word = 4 // values.element_size()
+        self._words = _as_words(values)
+        self._row_words = values.shape[4] * values.shape[5] // per_word
+        self._word_strides = [values.stride(axis) // per_word for axis in (0, 1, 3)]
+        block_w = triton.next_power_of_2(self._row_words)
+        self._block_r = max(1, _TILE_WORDS // block_w)
+
+        def launch_of(*, is_gather: bool, has_checksum: bool) -> FixedLaunch:
+            constants = {
+                "IS_GATHER": is_gather,
+                "HAS_CHECKSUM": has_checksum,
+                "BLOCK_SIZE": values.shape[3],
+                "BLOCK_R": self._block_r,
+                "BLOCK_W": block_w,
+            }
+            return FixedLaunch(copy_rows_kernel, constants, _NUM_WARPS)
+
+        self._gathering = launch_of(is_gather=True, has_checksum=False)
+        self._summed_gathering = launch_of(is_gather=True, has_checksum=True)
+        self._scattering = launch_of(is_gather=False, has_checksum=False)
+
+    def _prepare_converting(self) -> None:
+        values = self._values
+        block_d = triton.next_power_of_2(values.shape[5])
+        self._block_r = max(1, _TILE_VALUES // block_d)
+        self._strides = [values.stride(axis) for axis in (0, 1, 3, 4)]
+
+        def launch_of(*, is_gather: bool) -> FixedLaunch:
+            constants = {
+                "IS_GATHER": is_gather,
+                "HAS_SCALES": self._dtype.itemsize == 1,
+                "BLOCK_SIZE": values.shape[3],
+                "BLOCK_R": self._block_r,
+                "BLOCK_D": block_d,
+            }
+            return FixedLaunch(convert_rows_kernel, constants, _NUM_CONVERTING_WARPS)
+
+        self._gathering, self._scattering = launch_of(is_gather=True), launch_of(is_gather=False)
 
     def _copy(
         self,
+        launch: FixedLaunch,
         block_ids: Tensor,
         tokens: range,
         frame: Tensor,
-        checksum: Tensor | None,
-        *,
-        is_gather: bool,
-    ) -> None:
-        strides, per_word = self._values.stride(), self._per_word
+        sums: Tensor | None,
+        stream: int,
+    ) -> int:
         num_rows = self._planes * len(tokens)
-        words = frame.view(torch.int32)
-        assert words.numel() == num_rows * self._row_words
-        grid = (min(self._num_programs, triton.cdiv(num_rows, self._block_r)),)
-        copy_rows_kernel[grid](
+        assert frame.numel() == num_rows * self._row_words * 4
+        num_programs: int = min(self._num_programs, -(-num_rows // self._block_r))
+        launch(
+            num_programs,
+            stream,
             self._words,
-            words,
+            frame.view(torch.int32),
             block_ids,
-            words if checksum is None else checksum,
+            block_ids if sums is None else sums,
             tokens.start,
             len(tokens),
             num_rows,
             self._row_words,
-            strides[0] // per_word,
-            strides[1] // per_word,
-            strides[3] // per_word,
-            IS_GATHER=is_gather,
-            HAS_CHECKSUM=checksum is not None,
-            BLOCK_SIZE=self._block_size,
-            BLOCK_R=self._block_r,
-            BLOCK_W=self._block_w,
-            num_warps=_NUM_WARPS,
+            *self._word_strides,
         )
+        return num_programs
 
-    def _convert(self, block_ids: Tensor, tokens: range, frame: Tensor, *, is_gather: bool) -> None:
-        values, strides = self._values, self._values.stride()
-        num_heads, head_dim = values.shape[4:]
+    def _convert(
+        self, launch: FixedLaunch, block_ids: Tensor, tokens: range, frame: Tensor, stream: int
+    ) -> None:
+        num_heads, head_dim = self._values.shape[4:]
         num_rows = self._planes * len(tokens) * num_heads
-        has_scales = self._dtype.itemsize == 1
         packed = frame[: num_rows * head_dim * self._dtype.itemsize].view(self._dtype)
-        scales = frame[-num_rows * 4 :].view(torch.float32) if has_scales else packed
-        grid = (min(self._num_programs, triton.cdiv(num_rows, self._block_r)),)
-        convert_rows_kernel[grid](
-            values,
+        has_scales = self._dtype.itemsize == 1
+        launch(
+            min(self._num_programs, -(-num_rows // self._block_r)),
+            stream,
+            self._values,
             packed,
-            scales,
+            frame[-num_rows * 4 :].view(torch.float32) if has_scales else packed,
             block_ids,
             tokens.start,
             len(tokens),
             num_rows,
             num_heads,
             head_dim,
-            strides[0],
-            strides[1],
-            strides[3],
-            strides[4],
+            *self._strides,
             MAX_FP8,
-            IS_GATHER=is_gather,
-            HAS_SCALES=has_scales,
-            BLOCK_SIZE=self._block_size,
-            BLOCK_R=self._block_r,
-            BLOCK_D=self._block_d,
-            num_warps=4,
         )
 
 
-def add_checksum(frame: Tensor, checksum: Tensor, *, num_programs: int) -> None:
-    """Adds a frame's sums to `checksum`, int64 [2]; the order of programs does not matter."""
-    words = frame.view(torch.int32)
-    num_tiles = triton.cdiv(words.numel(), _TILE_WORDS)
-    checksum_kernel[(min(num_programs, num_tiles),)](
-        words, checksum, words.numel(), BLOCK_W=_TILE_WORDS, num_warps=_NUM_WARPS
-    )
+class FrameAdder:
+    """Adds frames up. Any thread."""
+
+    def __init__(self, num_programs: int) -> None:
+        """Keeps how many programs run at most."""
+        self.num_programs = num_programs
+        constants = {"BLOCK_W": _TILE_WORDS}
+        self._launch = FixedLaunch(checksum_kernel, constants, _NUM_WARPS)
+
+    def add_up(self, frame: Tensor, sums: Tensor, stream: int) -> int:
+        """Launches the adding up of a frame, aligned to 16 bytes; see `FramePacker.gather`."""
+        words = frame.view(torch.int32)
+        num_words = int(words.numel())
+        num_programs: int = min(self.num_programs, -(-num_words // _TILE_WORDS))
+        self._launch(num_programs, stream, words, sums, num_words)
+        return num_programs
 
 
 def _has_whole_rows(values: Tensor) -> bool:

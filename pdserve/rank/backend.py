@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pdserve.cache.kv_marks import KvMarks
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.model import KvGeometry, ModelConfig
@@ -62,6 +63,9 @@ class LoadJob:
     max_model_len: int
     link_bytes: int = 0
     """Of the device's memory that links may take later."""
+    mark_layers: int | None = None
+    """Marks stand behind so many layers of each step, for frames that leave meanwhile; None: no
+    marks."""
     exchange: RankExchange | None = None
     """Of all ranks; None for an only rank, and on the CPU, where `shard` connects them."""
 
@@ -73,6 +77,8 @@ class LoadedParts:
     kv: KvTensors
     make_runner: Callable[[Announce | None, StepResults | None], RankRunner]
     """Takes what tells other ranks of steps; and what takes results to rank 0, on both ends."""
+    marks: KvMarks | None = None
+    """In the steps of that runner; None on a CPU, whose steps are over when they are launched."""
 
 
 class Backend(Protocol):

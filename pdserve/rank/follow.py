@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.cache.kv_marks import KvMarks
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import WorkerConfig
@@ -50,6 +51,8 @@ class FollowerContext:
     inbox: Inbox
     geometry: KvGeometry
     kv: KvTensors
+    marks: KvMarks | None
+    """In this rank's steps, where frames may leave before a step has ended."""
     compute: Callable[[rank_pb2.StepWork], None]
     tell: Callable[[rank_pb2.FromFollower], None]
     """Sends to rank 0."""
@@ -86,6 +89,7 @@ def follow(
         inbox=inbox,
         geometry=loaded.geometry,
         kv=loaded.kv,
+        marks=loaded.marks,
         compute=compute,
         tell=leader.tell,
     )

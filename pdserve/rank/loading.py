@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pdserve.cache.kv_marks import KvMarks
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.config.engine import EngineConfig
-from pdserve.config.link_memory import link_memory_bytes
+from pdserve.config.link_memory import link_memory_bytes, settle_frames
 from pdserve.config.load import cache_folder
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.worker import WorkerConfig
@@ -29,7 +30,7 @@ from pdserve.rank.cpu_backend import CpuBackend
 from pdserve.rank.exchange import RankExchange
 from pdserve.rank.gloo_groups import connect_stages, connect_tensor_group
 from pdserve.rank.meeting import Meeting
-from pdserve.request import Incarnation
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import BlockingChannel
 from pdserve.timeline import Clock
 
@@ -56,6 +57,8 @@ class LoadedRank:
     geometry: KvGeometry
     kv: KvTensors
     make_runner: Callable[[Announce | None, StepResults | None], RankRunner]
+    marks: KvMarks | None
+    """In the runner's steps."""
     max_model_len: int
     """What both the model and the memory allow."""
 
@@ -90,6 +93,7 @@ def load_rank(
         shard=shard,
         max_model_len=max_model_len,
         link_bytes=link_memory_bytes(config.handoff, geometry, arguments.rank, config.role),
+        mark_layers=_choose_mark_layers(config, geometry),
         exchange=exchange,
     )
     parts = choose_backend(config.engine).load(job, clock, report)
@@ -99,8 +103,17 @@ def load_rank(
         geometry=geometry,
         kv=parts.kv,
         make_runner=parts.make_runner,
+        marks=parts.marks,
         max_model_len=min(max_model_len, parts.kv.num_blocks * geometry.block_size),
     )
+
+
+def _choose_mark_layers(config: WorkerConfig, geometry: KvGeometry) -> int | None:
+    """Returns how many layers apart steps are marked: for frames as a worker alike would want."""
+    if config.engine.device == "cpu" or config.role is not Role.PREFILL:
+        return None
+    layered = settle_frames(config.handoff, geometry, is_on_gpu=True).layered
+    return geometry.num_layers if layered is None else layered.layers
 
 
 def choose_backend(engine: EngineConfig) -> Backend:

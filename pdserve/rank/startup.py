@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pdserve.cache.cached_granules import CachedGranules
+from pdserve.cache.kv_marks import KvMarks
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
 from pdserve.config.model import KvGeometry, ModelConfig
@@ -56,6 +57,8 @@ class RankContext:
     kv: KvTensors
     runner: StepRunner
     max_model_len: int
+    marks: KvMarks | None = None
+    """In the runner's steps, where frames may leave before a step has ended."""
     followers: Followers | None = None
     """The other ranks; None where there are none."""
     follower_links: tuple[handoff_pb2.LinkEndpoint, ...] = ()
@@ -219,6 +222,7 @@ def _load(
         kv=loaded.kv,
         runner=runner,
         max_model_len=loaded.max_model_len,
+        marks=loaded.marks,
         followers=followers,
         follower_links=follower_links,
         full_step_s=tile_s * max(1.0, budget / ATTENTION_TILE_TOKENS),

@@ -11,7 +11,14 @@ import pytest
 
 from launcher.client import Generation
 from pdserve.config.engine import Dtype
-from tests.support.cluster import TEST_ENGINE, ClusterHarness, HarnessClient, running_cluster
+from pdserve.config.worker import HandoffConfig
+from tests.support.cluster import (
+    TEST_ENGINE,
+    TEST_HANDOFF,
+    ClusterHarness,
+    HarnessClient,
+    running_cluster,
+)
 from tests.support.tiny_models import make_tiny
 
 PROMPTS = [
@@ -45,11 +52,18 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def start(
-    folder: Path, *, num_prefill: int, num_decode: int, dtype: Dtype = "bfloat16"
+    folder: Path,
+    *,
+    num_prefill: int,
+    num_decode: int,
+    dtype: Dtype = "bfloat16",
+    handoff: HandoffConfig = TEST_HANDOFF,
+    eager: bool = False,
 ) -> AbstractContextManager[ClusterHarness]:
     return running_cluster(
         folder,
-        engine=replace(ENGINE, model=str(folder), dtype=dtype),
+        engine=replace(ENGINE, model=str(folder), dtype=dtype, enforce_eager=eager),
+        handoff=handoff,
         num_prefill=num_prefill,
         num_decode=num_decode,
         # A hand-off that fails must not be mended by computing the prompt again.
@@ -78,6 +92,18 @@ def test_TOK_kv_handed_off_between_two_gpu_processes_gives_one_engines_tokens(
     folder: Path, expected: list[list[int]]
 ) -> None:
     with start(folder, num_prefill=1, num_decode=1) as harness:
+        assert asyncio.run(all_tokens(harness)) == expected
+        figures = harness.scrape_worker("decode-0")
+    assert figures["pdserve_recomputed_prompt_tokens_total"] == 0
+    assert figures["pdserve_handoffs_completed_total"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_TOK_layers_that_leave_during_their_step_give_one_engines_tokens(
+    folder: Path, expected: list[list[int]], eager: bool
+) -> None:
+    handoff = replace(TEST_HANDOFF, frame_layers=1, layered_from_tokens=1)
+    with start(folder, num_prefill=1, num_decode=1, handoff=handoff, eager=eager) as harness:
         assert asyncio.run(all_tokens(harness)) == expected
         figures = harness.scrape_worker("decode-0")
     assert figures["pdserve_recomputed_prompt_tokens_total"] == 0

@@ -15,7 +15,7 @@ from pdserve.rank.backend import LoadJob
 from pdserve.timeline import MonotonicClock
 
 
-def make_job(folder: Path, engine: EngineConfig) -> LoadJob:
+def make_job(folder: Path, engine: EngineConfig, mark_layers: int | None = None) -> LoadJob:
     config = read_model_config(folder)
     geometry = geometry_of(config, engine)
     return LoadJob(
@@ -26,13 +26,18 @@ def make_job(folder: Path, engine: EngineConfig) -> LoadJob:
         part=geometry.parts[0],
         shard=None,
         max_model_len=effective_max_model_len(config, engine.max_model_len),
+        mark_layers=mark_layers,
     )
 
 
 def make_cuda_runner(
-    folder: Path, engine: EngineConfig, num_blocks: int = 32, device: str = "cpu"
+    folder: Path,
+    engine: EngineConfig,
+    num_blocks: int = 32,
+    device: str = "cpu",
+    mark_layers: int | None = None,
 ) -> CudaRunner:
-    job, place = make_job(folder, engine), Device(torch.device(device))
+    job, place = make_job(folder, engine, mark_layers), Device(torch.device(device))
     parts = make_parts(job, place, MonotonicClock(), lambda name, seconds, detail: None)
     kv = KvTensors(job.geometry, num_blocks, job.part, place.torch_device)
     runner = make_runner(job, parts, kv)

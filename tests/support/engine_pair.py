@@ -43,6 +43,7 @@ from prefill_worker.engine import PrefillEngine
 from prefill_worker.rank import build_engine as build_prefill
 from tests.support.host_device import HostDevice, Network
 from tests.support.late_runner import LateRunner
+from tests.support.marked_runner import MarkedRunner
 
 PREFILL, DECODE = Incarnation(11), Incarnation(22)
 TURN_S = 0.01
@@ -95,6 +96,8 @@ class MemoryLinks:
     """First tokens that were told ahead of their commits; delivered on demand."""
     source: KvTensors | None = None
     """Where frames that are not packed yet lie: they are read when they are delivered."""
+    num_awaited: int = 0
+    """Frames delivered that were pushed before they were computed."""
     _next_slot: int = 0
 
     def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
@@ -130,8 +133,16 @@ class MemoryLinks:
     def release_slot(self, landed: FrameLanded, after: object = None) -> None:
         del self.slots[landed.slot]
 
+    @property
+    def has_next(self) -> bool:
+        if not self.in_flight:
+            return False
+        after = self.in_flight[0].after
+        return after is None or after.is_reached()
+
     def deliver(self) -> tuple[FrameSent, FrameLanded]:
         frame = self.in_flight.popleft()
+        self.num_awaited += frame.after is not None
         if isinstance(frame.payload, KvRegion):
             assert self.source is not None
             payload = self.source.pack(frame.payload)
@@ -177,8 +188,23 @@ class EnginePair:
         is_overlapped: bool = False,
         make_rank: RankMaker | None = None,
         reads_blocks: bool = False,
+        is_marked: bool = False,
         **engine: object,
     ) -> None:
+        """Makes both.
+
+        Args:
+            folder: of the model.
+            prefill_blocks: KV blocks of the prefill engine.
+            decode_blocks: of the decode engine.
+            handoff: settings of both.
+            max_local_prefill_tokens: of the decode engine.
+            is_overlapped: two steps are in flight.
+            make_rank: makes memory and runner of both, prefill first.
+            reads_blocks: links read frames out of blocks, as on a GPU.
+            is_marked: and before their step has ended.
+            engine: further settings.
+        """
         self.clock = ManualClock()
         self.prefill_log: list[str] = []
         """Calls, flushes and frames of the prefill side, in their order."""
@@ -191,7 +217,9 @@ class EnginePair:
         self._handoff = handoff or HandoffConfig(frame_tokens=64)
         self._max_local = max_local_prefill_tokens
         self._is_overlapped = is_overlapped
-        self._reads_blocks = reads_blocks
+        self._reads_blocks = reads_blocks or is_marked
+        self._is_marked = is_marked
+        self.marked: MarkedRunner | None = None
         self.late_runners: list[LateRunner] = []
         self.prefill_outbox = RecordingOutbox(self.prefill_log)
         self.decode_outbox = RecordingOutbox()
@@ -224,7 +252,7 @@ class EnginePair:
             kv, runner = self._make_rank(self._folder, self.config, num_blocks)
         else:
             kv = KvTensors(geometry, num_blocks)
-            runner = self._make_runner(kv)
+            runner = self._make_runner(kv, role)
         config = WorkerConfig(
             role=role,
             worker_id=f"{role.value}-0",
@@ -243,12 +271,17 @@ class EnginePair:
             geometry=geometry,
             kv=kv,
             runner=runner,
+            marks=self.marked,
             max_model_len=min(self._model_config.max_position, num_blocks * geometry.block_size),
         )
 
-    def _make_runner(self, kv: KvTensors) -> StepRunner:
+    def _make_runner(self, kv: KvTensors, role: Role) -> StepRunner:
         assert self._model is not None
         runner = ModelRunner(self._model, kv)
+        if self._is_marked and role is Role.PREFILL:
+            self.marked = MarkedRunner(runner)
+            self.marked.on_computed = self.exchange
+            return self.marked
         if not self._is_overlapped:
             return runner
         self.late_runners.append(LateRunner(runner))
@@ -297,7 +330,7 @@ class EnginePair:
         """Delivers calls, answers and frames until nothing moves."""
         while True:
             moved = self._carry_calls() or self._carry_answers()
-            if self.may_deliver and self.links.in_flight:
+            if self.may_deliver and self.links.has_next:
                 sent, landed = self.links.deliver()
                 self.prefill.handle(sent)
                 self.decode.handle(landed)

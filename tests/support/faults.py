@@ -20,6 +20,7 @@ Which = Literal["face", "rank"]
 SHORT_HANDOFF = HandoffConfig(
     frame_tokens=64,
     frame_layers=3,
+    layered_from_tokens=1,
     lease_s=3.0,
     hold_s=6.0,
     call_timeout_s=2.0,

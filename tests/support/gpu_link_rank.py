@@ -29,7 +29,7 @@ from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFra
 from kv_transfer.transport import LinkPeer
 from pdserve.cache.kv_region import KvRegion, make_region
 from pdserve.cache.kv_tensors import KvTensors
-from pdserve.config.link_memory import link_slot_bytes, settle_frame_tokens
+from pdserve.config.link_memory import link_slot_bytes, settle_frames
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.request import BlockId, Incarnation, ReservationId, WorkerId
@@ -136,7 +136,7 @@ class _Rank:
         assert device is not None
         self._device = device
         handoff, geometry = settings.handoff, settings.geometry
-        self._frame_tokens = settle_frame_tokens(handoff, geometry, is_on_gpu=True)
+        self._frame_tokens = settle_frames(handoff, geometry, is_on_gpu=True).whole.tokens
         me = SenderIdentity(
             worker_id=WorkerId("p"),
             incarnation=Incarnation(settings.incarnation),

@@ -1,10 +1,12 @@
 """A `LinkDevice` without a GPU: peer memory in shared host memory, work done as it is launched.
 
-Marks are reached at once, unless a test holds them; NCCL is a meeting of two ends in one process.
+Marks are reached at once, unless a test holds them or their lane waits for another. NCCL is a
+meeting of two ends in one process.
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +40,8 @@ class Switches:
     num_open: int = 0
     """Memories that were not closed."""
     gathered: list[KvRegion] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Of all lanes of a device."""
 
 
 class HostMark:
@@ -54,13 +58,19 @@ class HostMark:
 
 
 class HostSum:
-    def __init__(self, frame: Tensor) -> None:
+    def __init__(self, frame: Tensor | None = None) -> None:
+        self._value: int | None = None
+        if frame is not None:
+            self.add_up(frame)
+
+    def add_up(self, frame: Tensor) -> None:
         words = frame.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         weights = 2 * torch.arange(words.numel()) + 1
         plain, weighted = int(words.sum()), int((words * weights).sum())
         self._value = (weighted & 0xFFFFFFFF) << 32 | (plain & 0xFFFFFFFF)
 
     def value(self) -> int:
+        assert self._value is not None, "read before the device had added it up"
         return self._value
 
 
@@ -105,50 +115,92 @@ class HostEnd:
 
 
 class HostLane:
+    """Does its work in order, as far as it can: when work is launched, and when a mark is asked."""
+
     def __init__(self, kv: KvTensors, switches: Switches) -> None:
         self._kv = kv
         self._switches = switches
-        self._is_done: Callable[[], bool] = lambda: True
+        self._todo: deque[Callable[[], bool]] = deque()
+        """Each says whether it is done; what is behind one that is not must wait."""
+        self._num_launched = 0
+        self._is_busy = False
 
     def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> HostSum | None:
         self._switches.gathered.append(region)
-        frame.copy_(self._kv.pack(region))
-        return HostSum(frame) if has_sum else None
+        self._launch(lambda: frame.copy_(self._kv.pack(region)))
+        return self.add_up(frame) if has_sum else None
 
     def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
         self.gather(region, frame, has_sum=False)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        self._launch(lambda: target.copy_(source))
+
     def add_up(self, frame: Tensor) -> HostSum:
-        return HostSum(frame)
+        total = HostSum()
+        self._launch(lambda: total.add_up(frame))
+        return total
 
     def send(self, end: object, frame: Tensor) -> None:
         assert isinstance(end, HostEnd)
-        with end.network.condition:
-            end.network.frames[end.nccl_id].append(frame.clone())
+
+        def send() -> None:
+            with end.network.condition:
+                end.network.frames[end.nccl_id].append(frame.clone())
+
+        self._launch(send)
 
     def receive(self, end: object, slot: Tensor) -> None:
         assert isinstance(end, HostEnd)
-        before, frames, landed = self._is_done, end.network.frames[end.nccl_id], [False]
+        frames = end.network.frames[end.nccl_id]
 
         def is_done() -> bool:
-            if landed[0] or end.is_aborted:
+            if end.is_aborted:
                 return True
-            if not before() or not frames or self._switches.loses_receives:
+            if not frames or self._switches.loses_receives:
                 return False
             slot.copy_(frames.pop(0))
-            landed[0] = True
             return True
 
-        self._is_done = is_done
+        self._append(is_done)
 
     def mark(self) -> HostMark:
-        return HostMark(self._switches, self._is_done)
+        number = self._num_launched
+        return HostMark(self._switches, lambda: self._has_done(number))
 
-    def wait_for(self, mark: object) -> None:
-        assert isinstance(mark, HostMark)
+    def wait_for(self, mark: Mark) -> None:
+        self._append(mark.is_reached)
 
     def entered(self) -> nullcontext[None]:
         return nullcontext()
+
+    def _launch(self, work: Callable[[], object]) -> None:
+        def do() -> bool:
+            work()
+            return True
+
+        self._append(do)
+
+    def _append(self, work: Callable[[], bool]) -> None:
+        with self._switches.lock:
+            self._todo.append(work)
+            self._num_launched += 1
+            self._go_on()
+
+    def _has_done(self, number: int) -> bool:
+        with self._switches.lock:
+            self._go_on()
+            return self._num_launched - len(self._todo) >= number
+
+    def _go_on(self) -> None:
+        if self._is_busy:
+            return  # asked by another lane, for which this one waits
+        self._is_busy = True
+        try:
+            while self._todo and self._todo[0]():
+                self._todo.popleft()
+        finally:
+            self._is_busy = False
 
 
 class HostDevice:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pdserve.cuda.peer_memory import HANDLE_BYTES, CudaFault
+from pdserve.cuda.runtime import HANDLE_BYTES, CudaFault
 
 FOLDER = Path("/dev/shm")
 

@@ -210,7 +210,9 @@ Global___RendezvousKey: _TypeAlias = RendezvousKey  # noqa: Y015
 
 @_typing.final
 class FrameReady(_message.Message):
-    """The sender has a frame ready; it sends once the receiver has posted a landing slot. With push it has had one and written it."""
+    """Gloo: the sender has a frame ready, and sends once the receiver has posted a landing slot.
+    Over a GPU it has one already: with push it has written it, with nccl it is about to send.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -227,7 +229,7 @@ class FrameReady(_message.Message):
     crc32: _builtins.int
     """Of the payload; absent when checksums are off."""
     slot: _builtins.int
-    """push: where in the ring it lies."""
+    """push, nccl: which of the granted slots."""
     def __init__(
         self,
         *,
@@ -256,7 +258,7 @@ class FramePosted(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     slot: _builtins.int
-    """push: a slot that is free; no frame is named."""
+    """push, nccl: a slot that is free; no frame is named."""
     def __init__(
         self,
         *,

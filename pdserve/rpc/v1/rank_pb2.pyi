@@ -1154,8 +1154,11 @@ class ShipFrame(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     FRAME_INDEX_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    AFTER_STEP_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.bytes
     frame_index: _builtins.int
+    after_step: _builtins.int
+    """The step that computes it, as all ranks number them; absent: it is computed."""
     @_builtins.property
     def peer(self) -> Global___LinkPeer: ...
     @_builtins.property
@@ -1167,12 +1170,15 @@ class ShipFrame(_message.Message):
         reservation_id: _builtins.bytes = ...,
         frame_index: _builtins.int = ...,
         region: Global___KvRegion | None = ...,
+        after_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "region", b"region"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "peer", b"peer", "region", b"region"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_index", b"frame_index", "peer", b"peer", "region", b"region", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "frame_index", b"frame_index", "peer", b"peer", "region", b"region", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__after_step: _TypeAlias = _typing.Literal["after_step"]  # noqa: Y015
+    _WhichOneofArgType__after_step: _TypeAlias = _typing.Literal["_after_step", b"_after_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_step) -> _WhichOneofReturnType__after_step | None: ...
 
 Global___ShipFrame: _TypeAlias = ShipFrame  # noqa: Y015
 

@@ -28,6 +28,7 @@ class StandInStream:
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self.waited = []
+        self.cuda_stream = 0
 
     def wait_event(self, event: "StandInEvent") -> None:
         self.waited.append(event)

@@ -5,7 +5,8 @@ import ctypes
 import pytest
 import torch
 
-from pdserve.cuda.peer_memory import CudaFault, OpenedBuffer, PeerBuffer, view_memory
+from pdserve.cuda.peer_memory import OpenedBuffer, PeerBuffer, view_memory
+from pdserve.cuda.runtime import CudaFault
 from tests.support.host_peer_memory import HostOpenedBuffer, HostPeerBuffer
 
 CPU = torch.device("cpu")

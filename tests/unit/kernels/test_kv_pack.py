@@ -9,7 +9,7 @@ from pdserve.cache.kv_region import KvRegion, make_region
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
 from pdserve.cuda.kv_traffic import tokens_of
-from pdserve.kernels.kv_pack import FramePacker, add_checksum
+from pdserve.kernels.kv_pack import SUM_WORDS, FrameAdder, FramePacker
 from pdserve.request import BlockId
 from tests.support.host_device import HostSum
 from tests.support.kv import fill
@@ -18,6 +18,7 @@ GEOMETRY = KvGeometry(
     num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32", model_revision="r"
 )
 TABLE = tuple(BlockId(block) for block in (7, 2, 9, 4, 0))
+NO_STREAM = 0
 REGIONS = {
     "whole blocks": (range(4, 16), range(3), range(4)),
     "odd borders": (range(5, 18), range(3), range(4)),
@@ -43,15 +44,17 @@ def ids_of(region: KvRegion) -> Tensor:
     return torch.tensor(region.block_ids, dtype=torch.int64)
 
 
-def gathered(kv: KvTensors, region: KvRegion, num_programs: int, sums: Tensor) -> Tensor:
+def gathered(kv: KvTensors, region: KvRegion, num_programs: int) -> tuple[Tensor, int]:
+    """Returns a frame and its checksum."""
     frame = torch.full((kv.frame_bytes(region),), 0xAA, dtype=torch.uint8)
-    packer = packer_of(kv, region, num_programs)
-    packer.gather(ids_of(region), tokens_of(region), frame, sums)
-    return frame
+    packer, sums = packer_of(kv, region, num_programs), make_sums(num_programs)
+    count = packer.gather(ids_of(region), tokens_of(region), frame, sums, NO_STREAM)
+    assert 1 <= count <= num_programs
+    return frame, value_of(sums[:count])
 
 
 def scatter(kv: KvTensors, region: KvRegion, frame: Tensor) -> None:
-    packer_of(kv, region, 3).scatter(ids_of(region), tokens_of(region), frame)
+    packer_of(kv, region, 3).scatter(ids_of(region), tokens_of(region), frame, NO_STREAM)
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -59,10 +62,10 @@ def scatter(kv: KvTensors, region: KvRegion, frame: Tensor) -> None:
 @pytest.mark.parametrize("num_programs", [1, 3, 132])
 def test_a_gathered_frame_is_what_torch_packs(name: str, dtype: str, num_programs: int) -> None:
     kv = fill(KvTensors(replace(GEOMETRY, dtype=dtype), 10), 1)
-    region, sums = region_of(name, dtype), torch.zeros(2, dtype=torch.int64)
-    frame = gathered(kv, region, num_programs, sums)
+    region = region_of(name, dtype)
+    frame, value = gathered(kv, region, num_programs)
     assert torch.equal(frame, kv.pack(region))
-    assert value_of(sums) == HostSum(frame).value()
+    assert value == HostSum(frame).value()
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -82,9 +85,8 @@ def test_a_frame_is_scattered_to_its_slots_alone(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", REGIONS)
 def test_fp8_frames_are_what_torch_packs_but_for_the_interpreter_s_rounding(name: str) -> None:
     kv, region = fill(KvTensors(GEOMETRY, 10), 1), region_of(name, "fp8")
-    sums = torch.zeros(2, dtype=torch.int64)
-    frame = gathered(kv, region, 3, sums)
-    assert value_of(sums) == HostSum(frame).value()
+    frame, value = gathered(kv, region, 3)
+    assert value == HostSum(frame).value()
     mine, expected = KvTensors(GEOMETRY, 10), KvTensors(GEOMETRY, 10)
     scatter(mine, region, frame)
     expected.scatter(region, kv.pack(region))
@@ -98,7 +100,7 @@ def test_bfloat16_may_be_sent_as_float32_and_back() -> None:
     source = fill(KvTensors(replace(GEOMETRY, dtype="bfloat16"), 10), 1)
     target = KvTensors(replace(GEOMETRY, dtype="bfloat16"), 10)
     region = region_of("odd borders", "float32")
-    frame = gathered(source, region, 4, torch.zeros(2, dtype=torch.int64))
+    frame, _ = gathered(source, region, 4)
     assert torch.equal(frame, source.pack(region))
     scatter(target, region, frame)
     assert torch.equal(target.pack(region), frame)
@@ -109,9 +111,9 @@ def test_a_checksum_shows_a_flipped_bit_and_two_words_that_changed_places(num_wo
     generator = torch.Generator().manual_seed(num_words)
     frame = torch.randint(0, 256, (4 * num_words,), generator=generator).to(torch.uint8)
     value = HostSum(frame).value()
-    sums = torch.zeros(2, dtype=torch.int64)
-    add_checksum(frame, sums, num_programs=3)
-    assert value_of(sums) == value
+    sums = make_sums(3)
+    count = FrameAdder(3).add_up(frame, sums, NO_STREAM)
+    assert value_of(sums[:count]) == value
     flipped = frame.clone()
     flipped[-1] ^= 0x80
     assert HostSum(flipped).value() != value
@@ -121,6 +123,10 @@ def test_a_checksum_shows_a_flipped_bit_and_two_words_that_changed_places(num_wo
         assert HostSum(swapped).value() != value
 
 
+def make_sums(num_programs: int) -> Tensor:
+    return torch.full((num_programs, SUM_WORDS), -1, dtype=torch.int64)
+
+
 def value_of(sums: Tensor) -> int:
-    plain, weighted = (int(word) & 0xFFFFFFFF for word in sums)
+    plain, weighted = (int(word) & 0xFFFFFFFF for word in sums.sum(0))
     return weighted << 32 | plain

@@ -54,7 +54,7 @@ from pdserve.request import (
 )
 from pdserve.timeline import ManualClock
 
-CONFIG = HandoffConfig(frame_tokens=32, frame_layers=2, ring_slots=2)
+CONFIG = HandoffConfig(frame_tokens=32, frame_layers=2, layered_from_tokens=1, ring_slots=2)
 P, D = Incarnation(1), Incarnation(2)
 
 

@@ -45,6 +45,10 @@ def pushed(actions: list[PrefillAction]) -> list[int]:
     return [action.frame.index for action in actions if isinstance(action, PushFrame)]
 
 
+def steps_of(actions: list[PrefillAction]) -> list[int | None]:
+    return [action.after_step for action in actions if isinstance(action, PushFrame)]
+
+
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock(50.0)
@@ -97,6 +101,63 @@ def test_frames_computed_before_the_grant_are_pushed_when_it_comes(
     assert pushed(handoff.reserve_answered(target(), grant())) == [0, 1]
     assert pushed(handoff.computed(NUM_TOKENS)) == [2, 3]
     assert handoff.computed(NUM_TOKENS) == []
+
+
+def test_frames_of_a_step_in_flight_are_pushed_with_the_step_that_computes_them(
+    handoff: PrefillHandoff,
+) -> None:
+    be_granted(handoff)
+    actions = handoff.launched(70, 5)
+    assert pushed(actions) == [0, 1]
+    actions += handoff.launched(NUM_TOKENS, 6)
+    assert pushed(actions) == [0, 1, 2, 3]
+    assert steps_of(actions) == [5, 5, 6, 6]
+    assert pushed(handoff.computed(70)) == []
+    assert kinds(handoff.sampled(TOKEN, is_finished=False)) == [SendCommit]
+
+
+def test_a_grant_in_mid_step_pushes_what_is_there_and_what_is_under_way(
+    handoff: PrefillHandoff,
+) -> None:
+    reserve(handoff)
+    handoff.launched(70, 5)
+    handoff.launched(NUM_TOKENS, 6)
+    handoff.computed(70)
+    actions = handoff.reserve_answered(target(), grant())
+    assert pushed(actions) == [0, 1, 2, 3]
+    assert steps_of(actions) == [None, None, 6, 6]
+
+
+def test_another_placement_in_mid_step_pushes_again(handoff: PrefillHandoff) -> None:
+    be_granted(handoff)
+    handoff.launched(NUM_TOKENS, 5)
+    handoff.frames_lost(grant().reservation_id, "the link died")
+    handoff.place(target(2))
+    actions = handoff.reserve_answered(target(2), grant(2))
+    assert pushed(actions) == [0, 1, 2, 3]
+    assert steps_of(actions) == [5] * 4
+
+
+def test_A6_a_cancel_in_mid_step_drops_frames_and_a_late_launch_pushes_none(
+    handoff: PrefillHandoff,
+) -> None:
+    be_granted(handoff)
+    handoff.launched(70, 5)
+    assert kinds(handoff.cancel()) == [DropFrames, SendAbort, ReleaseBlocks]
+    assert handoff.launched(NUM_TOKENS, 6) == []
+
+
+def test_frames_that_are_sent_ahead_are_timed_from_the_end_of_their_step(
+    handoff: PrefillHandoff, clock: ManualClock
+) -> None:
+    be_granted(handoff)
+    handoff.launched(NUM_TOKENS, 5)
+    clock.advance(1.0)
+    handoff.sampled(TOKEN, is_finished=False)
+    clock.advance(0.25)
+    (report, _) = handoff.commit_answered(target(), Acknowledged())
+    assert isinstance(report, ReportHandedOff)
+    assert report.transfer_s == report.handoff_s == 0.25
 
 
 def test_the_commit_goes_out_with_the_token_before_the_frames_are_through(

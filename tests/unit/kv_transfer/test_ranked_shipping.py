@@ -167,6 +167,8 @@ def test_events_come_back_as_they_were(event: FrameSent | FrameLanded | LinkDown
 
 def test_orders_come_back_as_they_were() -> None:
     assert ship_from_wire(ship_to_wire(order(4)), 1) == order(4)
+    early = replace(order(4), after_step=0)
+    assert ship_from_wire(ship_to_wire(early), 1) == early
     unload = UnloadFrame(landed=LANDED, region=REGION)
     assert unload_from_wire(unload_to_wire(unload)) == unload
 
