@@ -113,7 +113,14 @@ def time_decode(
 
 
 def time_prefill(stand: Stand, batch: int, prompt: int, cached: int = 0, runs: int = 5) -> float:
-    """Returns the median milliseconds from submission to the last prompt's token.
+    """Returns the median milliseconds from submission to the last prompt's token."""
+    return statistics.median(list_prefill_ms(stand, batch, prompt, cached, runs))
+
+
+def list_prefill_ms(
+    stand: Stand, batch: int, prompt: int, cached: int = 0, runs: int = 5
+) -> list[float]:
+    """Returns the milliseconds from submission to the last prompt's token, of each run.
 
     Args:
         stand: the engine.
@@ -152,4 +159,4 @@ def time_prefill(stand: Stand, batch: int, prompt: int, cached: int = 0, runs: i
         times.append(time.perf_counter() - begin_s)
         assert not scheduler.has_work
     # The first run fills the cache; the one behind it, or it, compiles.
-    return 1000 * statistics.median(times[1 + bool(cached) :])
+    return [1000 * one for one in times[1 + bool(cached) :]]

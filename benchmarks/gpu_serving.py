@@ -248,7 +248,7 @@ def main() -> int:
                 bench.measure(mode, folder, arguments.flag)
             except Exception as error:  # noqa: BLE001  one mode must not cost the others
                 has_failed = True
-                print(f"FAILED {mode}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
+                print(f"FAILED {mode}: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
     bench.add_promises()
     save()
     print(f"written: {arguments.out}, {time.perf_counter() - started_s:.0f} s in all")

@@ -7,6 +7,7 @@ Model, harness and figures as in `gpu_engine`; a process a rank.
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_engine import LLAMA_3_8B, OUTPUT_TOKENS
-from benchmarks.gpu_harness import Stand, time_decode, time_prefill
+from benchmarks.gpu_harness import Stand, list_prefill_ms, time_decode
 from benchmarks.gpu_profile import measure_gaps, profile_decode, profile_prefill
 from benchmarks.rank_group import start_ranks
 from pdserve.config.engine import EngineConfig
 from pdserve.rank.backend import ReportPhase
+
+WARM_TOKENS = 16
+DECODE_RUNS = 5
+PREFILL_RUNS = 11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +54,33 @@ class TensorFigure:
     """A measured row."""
 
     target: TensorTarget
-    ms: float
+    times_ms: tuple[float, ...]
+    """Of each run."""
+
+    @property
+    def ms(self) -> float:
+        """The median run."""
+        return statistics.median(self.times_ms)
+
+    @property
+    def row(self) -> dict[str, object]:
+        """As it is written down."""
+        return asdict(self.target) | {
+            "ms": self.ms,
+            "spread_ms": (min(self.times_ms), max(self.times_ms)),
+            "runs": len(self.times_ms),
+            "holds": self.holds,
+            "reaches_aim": self.ms <= self.target.aim_ms,
+        }
+
+    def __str__(self) -> str:
+        """Says it in a line."""
+        target, (least, most) = self.target, (min(self.times_ms), max(self.times_ms))
+        return (
+            f"{target.bench:8s} {target.batch:4d} x {target.prompt:<6d} {self.ms:8.3f} ms "
+            f"({least:.2f}-{most:.2f})  must {target.must_ms:6.1f}  aim {target.aim_ms:6.1f}  "
+            f"vLLM {target.vllm_ms:6.2f}  {'ok' if self.holds else 'MISSED'}"
+        )
 
     @property
     def holds(self) -> bool:
@@ -77,13 +108,17 @@ def tensor_stand(report: ReportPhase, *, deterministic: bool = False) -> Iterato
 
 
 def measure_rows(stand: Stand, targets: Sequence[TensorTarget]) -> Iterator[TensorFigure]:
-    """Measures rows one after another."""
+    """Measures rows one after another, each several times: a run alone may meet a busy host."""
     for target in targets:
+        batch, prompt = target.batch, target.prompt
         if target.bench == "decode":
-            ms = time_decode(stand, target.batch, target.prompt, OUTPUT_TOKENS).mean_ms
+            time_decode(stand, batch, prompt, WARM_TOKENS)
+            times = [
+                time_decode(stand, batch, prompt, OUTPUT_TOKENS).mean_ms for _ in range(DECODE_RUNS)
+            ]
         else:
-            ms = time_prefill(stand, target.batch, target.prompt, 0, 7)
-        yield TensorFigure(target=target, ms=ms)
+            times = list_prefill_ms(stand, batch, prompt, 0, PREFILL_RUNS)
+        yield TensorFigure(target=target, times_ms=tuple(times))
 
 
 def main() -> int:
@@ -100,17 +135,11 @@ def main() -> int:
     with tensor_stand(report) as stand:
         for figure in measure_rows(stand, TARGETS):
             figures.append(figure)
-            target = figure.target
-            print(
-                f"{target.bench:8s} {target.batch:4d} x {target.prompt:<6d} {figure.ms:8.3f} ms  "
-                f"must {target.must_ms:6.1f}  aim {target.aim_ms:6.1f}  "
-                f"{'ok' if figure.holds else 'MISSED'}",
-                flush=True,
-            )
+            print(figure, flush=True)
         if arguments.profile:
             show_profiles(stand)
     if arguments.json:
-        rows = [{**asdict(one.target), "ms": one.ms, "holds": one.holds} for one in figures]
+        rows = [one.row for one in figures]
         device = torch.cuda.get_device_name()
         arguments.json.write_text(json.dumps({"device": device, "rows": rows}, indent=1))
     return 0 if all(figure.holds for figure in figures) else 1

@@ -21,7 +21,8 @@ from benchmarks.gpu_engine import LLAMA_3_8B, Bench
 from benchmarks.prompt_stream import EVENT_TIMEOUT_S, PromptStream
 from decode_worker.rank import make_links as make_receiver
 from kv_transfer.device_choice import find_link_device
-from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
+from kv_transfer.events import FrameLanded, FramePlaced, FrameSent, LinkDown, LinkEnds
+from kv_transfer.expected_frames import ExpectedFrame, ExpectedFrames
 from kv_transfer.lanes import make_pair
 from kv_transfer.plan import Frame, make_manifest
 from kv_transfer.protocol import LinkEndpoint
@@ -144,6 +145,21 @@ def table_of(order: Order, index: int, side: Role) -> tuple[BlockId, ...]:
     return tuple(BlockId(one) for one in numbers.sample(range(NUM_BLOCKS), order.num_tokens // 16))
 
 
+def expected_of(
+    key: ReservationId, frames: Sequence[Frame], table: tuple[BlockId, ...]
+) -> ExpectedFrames:
+    """Says where the frames of a hand-off go."""
+    expected = {
+        frame.index: ExpectedFrame(
+            num_bytes=frame.num_bytes,
+            prefill_rank=frame.prefill_rank,
+            region=region_of(frame, table, 16),
+        )
+        for frame in frames
+    }
+    return ExpectedFrames(reservation_id=key, peer=INCARNATIONS[Role.PREFILL], frames=expected)
+
+
 def sum_of(kv: KvTensors, table: Sequence[BlockId]) -> float:
     """Adds up a prompt's KV."""
     index = torch.tensor(table, device=kv.device)
@@ -189,20 +205,24 @@ class DecodeEnd:
             for index in range(order.num_handoffs)
         }
         tables = {key: table_of(order, one[0], Role.DECODE) for key, one in missing.items()}
+        for key, table in tables.items():
+            self._unloader.expect(expected_of(key, frames, table))
         say({"ready": True})
         ends_s = {}
         while missing:
             for event in take_events(context.inbox):
-                assert isinstance(event, FrameLanded), event
+                assert isinstance(event, FramePlaced | FrameLanded), event
                 assert event.is_intact, event
-                region = region_of(frames[event.frame_index], tables[event.reservation_id], 16)
-                self._unloader.unload(UnloadFrame(landed=event, region=region))
+                if isinstance(event, FrameLanded):
+                    region = region_of(frames[event.frame_index], tables[event.reservation_id], 16)
+                    self._unloader.unload(UnloadFrame(landed=event, region=region))
+                    # A step launched now would wait on the device; here the host does.
+                    synchronize(self._setting)
                 index, left = missing[event.reservation_id]
                 left.remove(event.frame_index)
                 if not left:
-                    # A step launched now would wait on the device; here the host does.
-                    synchronize(self._setting)
                     ends_s[index] = time.monotonic()
+                    self._unloader.withdraw(event.reservation_id)
                     del missing[event.reservation_id]
         answer: dict[str, object] = {"ends_s": [ends_s[index] for index in sorted(ends_s)]}
         if order.has_sum:

@@ -3,6 +3,7 @@
     with start_ranks(engine) as stand: ...     the stand's runner tells the others of each step
 
 Each child sees a GPU of its own, as a rank of a worker does; this process must compute on GPU 0.
+On a CPU there are the same processes.
 """
 
 import gc
@@ -28,10 +29,11 @@ from pdserve.rank.backend import LoadedParts, LoadJob, ReportPhase
 from pdserve.rank.exchange import RankExchange
 from pdserve.rank.followers import Followers, Leader
 from pdserve.rank.inbox import Inbox
-from pdserve.rank.loading import make_device_shard
+from pdserve.rank.loading import RankArguments, load_rank, make_device_shard
 from pdserve.rank.meeting import FolderMeeting
+from pdserve.rank.startup import SWITCH_INTERVAL_S
 from pdserve.rank.step_results import ResultSender
-from pdserve.request import Role
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 from pdserve.rpc.v1 import rank_pb2
 from pdserve.timeline import MonotonicClock
@@ -44,9 +46,10 @@ def start_ranks(engine: EngineConfig, report: ReportPhase) -> Iterator[Stand]:
     """Starts and loads all ranks, and ends them.
 
     Args:
-        engine: on `cuda`; says how many tensor ranks and stages there are.
+        engine: says how many tensor ranks and stages there are.
         report: takes the phases of rank 0's start.
     """
+    _behave_as_rank()
     with tempfile.TemporaryDirectory() as folder:
         children, channels = _start_children(engine, Path(folder))
         try:
@@ -76,7 +79,7 @@ def start_ranks(engine: EngineConfig, report: ReportPhase) -> Iterator[Stand]:
 def _start_children(
     engine: EngineConfig, folder: Path
 ) -> tuple[list[subprocess.Popen[bytes]], list[BlockingChannel]]:
-    worker = WorkerConfig(role=Role.DECODE, worker_id="bench", engine=engine, redis_url="")
+    worker = _worker_of(engine)
     children, channels = [], []
     for rank in range(1, engine.tensor_parallel * engine.pipeline_parallel):
         ours, theirs = make_pair()
@@ -89,7 +92,17 @@ def _start_children(
     return children, channels
 
 
+def _worker_of(engine: EngineConfig) -> WorkerConfig:
+    return WorkerConfig(role=Role.DECODE, worker_id="bench", engine=engine, redis_url="")
+
+
 def _load(engine: EngineConfig, rank: int, folder: Path, report: ReportPhase) -> LoadedParts:
+    if engine.device == "cpu":
+        arguments = RankArguments(
+            incarnation=Incarnation(1), rank=rank, meeting=FolderMeeting(folder), rank_channels=()
+        )
+        loaded = load_rank(_worker_of(engine), arguments, MonotonicClock(), report)
+        return LoadedParts(kv=loaded.kv, make_runner=loaded.make_runner)
     model = Path(engine.model)
     config = read_model_config(model)
     geometry = geometry_of(config, engine)
@@ -107,13 +120,20 @@ def _load(engine: EngineConfig, rank: int, folder: Path, report: ReportPhase) ->
     return CudaBackend(None).load(job, MonotonicClock(), report)
 
 
+def _behave_as_rank() -> None:
+    """Sets what a rank process sets for itself."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
 def _settle(loaded: LoadedParts, engine: EngineConfig, rank: int) -> None:
     """Zeros in the KV would let the chip run cooler than it does at work."""
     geometry = geometry_of(read_model_config(Path(engine.model)), engine)
     for layer in range(len(geometry.parts[rank].layers)):
         for part in loaded.kv.layer(layer):
             part.normal_()
-    torch.cuda.synchronize()
+    if engine.device == "cuda":
+        torch.cuda.synchronize()
     # As a rank does once it is loaded.
     gc.collect()
     gc.freeze()
@@ -122,6 +142,7 @@ def _settle(loaded: LoadedParts, engine: EngineConfig, rank: int) -> None:
 def main() -> None:
     """Lives as one of the other ranks, until rank 0 is gone."""
     config, rank, folder, fd = sys.argv[1:]
+    _behave_as_rank()
     engine = worker_config_from_json(config).engine
     channel = BlockingChannel(socket.socket(fileno=int(fd)))
     loaded = _load(engine, int(rank), Path(folder), lambda name, seconds, detail: None)

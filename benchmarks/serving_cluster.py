@@ -108,12 +108,16 @@ def serving(
 class LoadClient:
     """The client process of one cluster."""
 
-    def __init__(self, served: Served) -> None:
-        """Starts it."""
-        assert served.address is not None
-        self._served = served
+    def __init__(self, address: str, launcher_pid: int) -> None:
+        """Starts it.
+
+        Args:
+            address: host:port of the cluster's HTTP front.
+            launcher_pid: the process above all of the cluster's.
+        """
+        self._launcher_pid = launcher_pid
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "benchmarks.serving_load", served.address),
+            (sys.executable, "-m", "benchmarks.serving_load", address),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -127,7 +131,7 @@ class LoadClient:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        processes = find_roles(self._served.process.pid)
+        processes = find_roles(self._launcher_pid)
         before = {pid: cpu_s(pid) for pid in processes}
         started_s = time.monotonic()
         self._process.stdin.write(json.dumps(asdict(point)) + "\n")
@@ -137,7 +141,8 @@ class LoadClient:
             raise RuntimeError("the load client ended")
         used: dict[str, float] = {}
         for pid, role in processes.items():
-            used[role] = used.get(role, 0.0) + cpu_s(pid) - before[pid]
+            with contextlib.suppress(OSError):  # one that was killed meanwhile
+                used[role] = used.get(role, 0.0) + cpu_s(pid) - before[pid]
         answer = json.loads(line)
         return LoadResult(
             answered=tuple(Answered(**one) for one in answer["requests"]),
@@ -156,7 +161,8 @@ class LoadClient:
 @contextmanager
 def loading(served: Served) -> Iterator[LoadClient]:
     """Runs a client beside a cluster."""
-    client = LoadClient(served)
+    assert served.address is not None
+    client = LoadClient(served.address, served.process.pid)
     try:
         yield client
     finally:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 FIRST_ID, END_ID = 300, 120_000
-"""Prompts are drawn from these."""
+"""Prompts are drawn from these, unless a load point says otherwise."""
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 
@@ -31,6 +31,8 @@ class LoadPoint:
     rate_per_s: float | None
     """Poisson arrivals; None: one at a time."""
     seed: int
+    end_id: int = END_ID
+    """Prompts are drawn from ids below."""
 
 
 @dataclass(kw_only=True)
@@ -43,6 +45,7 @@ class Answered:
     """Of each event that carried tokens."""
     num_tokens: list[int] = field(default_factory=list)
     """In each of them."""
+    token_ids: list[int] = field(default_factory=list)
     error: str | None = None
 
 
@@ -74,17 +77,18 @@ class EventReader:
             answered.error = str(event["error"])
             return
         answered.request_id = event["id"]
-        count = sum(len(choice.get("token_ids", ())) for choice in event["choices"])
-        if count:
+        ids = [one for choice in event["choices"] for one in choice.get("token_ids", ())]
+        if ids:
             answered.at_s.append(now_s)
-            answered.num_tokens.append(count)
+            answered.num_tokens.append(len(ids))
+            answered.token_ids += ids
 
 
 def make_bodies(point: LoadPoint) -> Iterator[bytes]:
     """Makes the bodies of a load point's requests; no two prompts begin alike."""
     numbers = random.Random(point.seed)
     for _ in range(point.num_requests):
-        prompt = [numbers.randrange(FIRST_ID, END_ID) for _ in range(point.prompt_tokens)]
+        prompt = [numbers.randrange(FIRST_ID, point.end_id) for _ in range(point.prompt_tokens)]
         body = {
             "prompt": prompt,
             "max_tokens": point.output_tokens,

@@ -10,7 +10,7 @@ from decode_worker.landing import LandingDesk
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
 from decode_worker.scheduler import DecodeScheduler
-from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, FrameUnloaded, LinkDown, TokensTold
 from kv_transfer.follower_codec import event_from_wire
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
@@ -72,6 +72,8 @@ class DecodeEngine:
         match event:
             case FrameLanded():
                 self._landing.frame_landed(event)
+            case FramePlaced():
+                self._landing.frame_placed(event)
             case FrameUnloaded():
                 self._landing.frame_unloaded(event)
             case TokensTold():

@@ -10,13 +10,15 @@ from kv_transfer.decode_actions import (
     AnswerCommit,
     AnswerReserve,
     DecodeAction,
+    Expect,
     RejectFrame,
     Scatter,
     Start,
 )
 from kv_transfer.decode_counters import DecodeCounters
 from kv_transfer.decode_side import DecodeHandoffs
-from kv_transfer.events import FrameLanded, FrameUnloaded, LinkDown, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, FrameUnloaded, LinkDown, TokensTold
+from kv_transfer.expected_frames import ExpectedFrame, ExpectedFrames
 from kv_transfer.shipping import Unloader, UnloadFrame, region_of
 from pdserve.errors import InvalidField
 from pdserve.rank.outbox import Outbox
@@ -102,6 +104,10 @@ class LandingDesk:
         """Checks a frame and copies it into its blocks."""
         self._run(self._handoffs.frame_landed(event))
 
+    def frame_placed(self, event: FramePlaced) -> None:
+        """Notes that a link has written a frame to its blocks."""
+        self._run(self._handoffs.frame_placed(event))
+
     def frame_unloaded(self, event: FrameUnloaded) -> None:
         """Notes that another rank has copied a frame into its blocks."""
         self._run(self._handoffs.frame_scattered(event.reservation_id, event.frame_index))
@@ -149,6 +155,8 @@ class LandingDesk:
                 case AnswerReserve():
                     answer = codec.reserve_answer_to_wire(action.answer)
                     self._outbox.reply(action.call_id, rank_pb2.RankReply(reserve=answer))
+                case Expect():
+                    self._expect(action)
                 case AnswerCommit():
                     commit = codec.commit_answer_to_wire(action.answer)
                     self._outbox.reply(action.call_id, rank_pb2.RankReply(commit=commit))
@@ -167,7 +175,23 @@ class LandingDesk:
         if self._unloader.unload(UnloadFrame(landed=action.landed, region=region)):
             self._run(self._handoffs.frame_scattered(action.reservation_id, frame.index))
 
+    def _expect(self, action: Expect) -> None:
+        reservation_id = action.reservation_id
+        table = self._scheduler.block_table(*self._reserver.key(reservation_id))
+        frames = {
+            frame.index: ExpectedFrame(
+                num_bytes=frame.num_bytes,
+                prefill_rank=frame.prefill_rank,
+                region=region_of(frame, table, self._block_size),
+            )
+            for frame in action.frames
+            if frame.decode_rank == 0
+        }
+        expected = ExpectedFrames(reservation_id=reservation_id, peer=action.peer, frames=frames)
+        self._unloader.expect(expected)
+
     def _start(self, action: Start) -> None:
+        self._unloader.withdraw(action.reservation_id)
         tokens = {token.sample_index: token.token_id for token in action.first_tokens}
         for sample in self._reserver.start(action.reservation_id, tokens):
             decode_attempt = action.envelope.decode_attempt

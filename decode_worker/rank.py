@@ -62,11 +62,14 @@ def build_engine(
         compatibility_digest=context.geometry.digest(),
         shape=context.geometry.shape,
     )
-    reserver = SchedulerReserver(
-        scheduler, context.max_model_len, config.faults.reject_reservations
-    )
     unloader = _note_spans(
         context, _make_unloader(context, RankUnloader(context.kv, links, device))
+    )
+    reserver = SchedulerReserver(
+        scheduler,
+        context.max_model_len,
+        config.faults.reject_reservations,
+        unloader.withdraw,
     )
     handoffs = DecodeHandoffs(
         me=me,

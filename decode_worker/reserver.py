@@ -1,6 +1,6 @@
 """Lets the hand-off protocol reserve and release blocks of the decode scheduler."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from decode_worker import admission
@@ -28,9 +28,23 @@ class _Key:
 class SchedulerReserver:
     """A `BlockReserver` over the scheduler, which knows requests and attempts, not reservations."""
 
-    def __init__(self, scheduler: DecodeScheduler, max_model_len: int, num_rejects: int) -> None:
-        """`num_rejects`: refuses the first n reservations, on purpose (a drill)."""
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        max_model_len: int,
+        num_rejects: int,
+        withdraw: Callable[[ReservationId], None],
+    ) -> None:
+        """Starts without reservations.
+
+        Args:
+            scheduler: has the blocks.
+            max_model_len: one more token than a prompt may have.
+            num_rejects: refuses the first n reservations, on purpose (a drill).
+            withdraw: called before blocks are given back; then no link writes them any more.
+        """
         self._scheduler = scheduler
+        self._withdraw = withdraw
         self._max_model_len = max_model_len
         self._num_rejects = num_rejects
         self._keys: dict[ReservationId, _Key] = {}
@@ -58,6 +72,7 @@ class SchedulerReserver:
 
     def release(self, reservation_id: ReservationId) -> None:
         """Gives back the blocks of a reservation that did not start."""
+        self._withdraw(reservation_id)
         key = self._keys.pop(reservation_id)
         self._scheduler.release_reservation(key.request_id, key.attempt)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kv_transfer.events import FrameLanded
 from kv_transfer.plan import Frame
 from kv_transfer.protocol import Acknowledged, Envelope, FirstToken, Grant, HandoffAborted, Refusal
-from pdserve.request import Request, ReservationId
+from pdserve.request import Incarnation, Request, ReservationId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +14,16 @@ class AnswerReserve:
 
     call_id: int
     answer: Grant | Refusal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expect:
+    """A new reservation: links may write its frames as they land, until its blocks are released."""
+
+    reservation_id: ReservationId
+    peer: Incarnation
+    """Of the prefill worker."""
+    frames: tuple[Frame, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +62,7 @@ class Start:
     """One for each sample that goes on."""
 
 
-DecodeAction = AnswerReserve | AnswerCommit | Scatter | RejectFrame | Start
+DecodeAction = AnswerReserve | Expect | AnswerCommit | Scatter | RejectFrame | Start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

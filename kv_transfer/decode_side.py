@@ -7,12 +7,13 @@ from kv_transfer.decode_actions import (
     AnswerReserve,
     CancelOutcome,
     DecodeAction,
+    Expect,
     RejectFrame,
     Scatter,
     Start,
 )
 from kv_transfer.decode_counters import DecodeCounters
-from kv_transfer.events import FrameLanded, LinkEnds, LinkId, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, LinkEnds, LinkId, TokensTold
 from kv_transfer.fences import Fences
 from kv_transfer.lanes import KvPair
 from kv_transfer.protocol import (
@@ -111,7 +112,7 @@ class DecodeHandoffs:
         self._fences.raise_to(envelope.handoff_id, envelope.key, self._clock.now())
         for old in self._fences.take_started(envelope.handoff_id):
             self._reserver.stop(old)
-        return [*actions, self._grant(call_id, envelope, request, pair)]
+        return [*actions, *self._grant(call_id, envelope, request, pair)]
 
     def frame_landed(self, landed: FrameLanded) -> list[DecodeAction]:
         """Checks a frame; it is scattered, or rejected and its hand-off aborted."""
@@ -127,15 +128,24 @@ class DecodeHandoffs:
                 self._reject(landed, detail),
                 *self._abort(entry, RefusalReason.INCOMPATIBLE, detail),
             ]
-        ends = landed.link.ends
-        entry.links[ends] = landed.link
-        self._epochs[ends] = max(landed.link.epoch, self._epochs.get(ends, 0))
-        entry.landed.add(landed.frame_index)
+        self._note_landed(entry, landed)
         entry.scattering.add(landed.frame_index)
-        entry.expires_at_s = self._clock.now() + self._config.lease_s
-        self.counters.bytes_landed += landed.num_bytes
         frame = entry.manifest.frames[landed.frame_index]
         return [Scatter(reservation_id=landed.reservation_id, frame=frame, landed=landed)]
+
+    def frame_placed(self, placed: FramePlaced) -> list[DecodeAction]:
+        """Checks a frame that its link has written to its blocks already."""
+        entry = self._reservations.get(placed.reservation_id)
+        if entry is None or entry.is_aborting:
+            self.counters.frames_rejected += 1
+            return []
+        fault = entry.find_fault(placed)
+        if fault is not None:
+            self.counters.frames_rejected += 1
+            detail = f"frame {placed.frame_index}: {fault}"
+            return self._abort(entry, RefusalReason.INCOMPATIBLE, detail)
+        self._note_landed(entry, placed)
+        return self._start_if_landed(entry)
 
     def frame_scattered(
         self, reservation_id: ReservationId, frame_index: int
@@ -254,6 +264,14 @@ class DecodeHandoffs:
 
     # Everything below is one step of the above.
 
+    def _note_landed(self, entry: Reservation, landed: FrameLanded | FramePlaced) -> None:
+        ends = landed.link.ends
+        entry.links[ends] = landed.link
+        self._epochs[ends] = max(landed.link.epoch, self._epochs.get(ends, 0))
+        entry.landed.add(landed.frame_index)
+        entry.expires_at_s = self._clock.now() + self._config.lease_s
+        self.counters.bytes_landed += landed.num_bytes
+
     def _check(self, envelope: Envelope, request: Request) -> KvPair | Refusal:
         terms = self._terms.check(envelope, request)
         if isinstance(terms, Refusal) or not self.is_draining:
@@ -278,21 +296,19 @@ class DecodeHandoffs:
 
     def _grant(
         self, call_id: int, envelope: Envelope, request: Request, pair: KvPair
-    ) -> AnswerReserve:
+    ) -> list[DecodeAction]:
         if self._reservations.find(envelope.handoff_id) is not None:
             # The older attempt's last scatter still writes the blocks of this very request.
-            return self._refuse(
-                call_id,
-                Refusal(
-                    reason=RefusalReason.NO_ROOM,
-                    detail="the previous attempt's blocks are still being written",
-                    retry_after_s=RETRY_AFTER_QUARANTINE_S,
-                ),
+            refusal = Refusal(
+                reason=RefusalReason.NO_ROOM,
+                detail="the previous attempt's blocks are still being written",
+                retry_after_s=RETRY_AFTER_QUARANTINE_S,
             )
+            return [self._refuse(call_id, refusal)]
         reservation_id = self._mint_id()
         outcome = self._reserver.reserve(reservation_id, request)
         if isinstance(outcome, Refusal):
-            return self._refuse(call_id, outcome)
+            return [self._refuse(call_id, outcome)]
         num_tokens, num_cached = len(request.token_ids), outcome.num_cached_tokens
         manifest = self._terms.make_manifest(pair, num_tokens, num_cached)
         grant = self._terms.make_grant(reservation_id, pair, manifest, num_tokens, num_cached)
@@ -305,7 +321,12 @@ class DecodeHandoffs:
         )
         self._reservations.add(entry)
         self.counters.granted += 1
-        return AnswerReserve(call_id=call_id, answer=grant)
+        expect = Expect(
+            reservation_id=reservation_id,
+            peer=envelope.prefill_incarnation,
+            frames=manifest.frames,
+        )
+        return [expect, AnswerReserve(call_id=call_id, answer=grant)]
 
     def _start_if_landed(self, entry: Reservation) -> list[DecodeAction]:
         if not entry.first_tokens or not entry.has_landed:

@@ -8,17 +8,21 @@ deadline.
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kv_transfer.incoming_routes import InRoute, Landing
 from kv_transfer.landing_ring import LandingRing
-from kv_transfer.link_device import Lane, LinkDevice
+from kv_transfer.link_device import Lane, LinkDevice, Mark
 from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
+from pdserve.cache.kv_region import KvRegion
 from pdserve.rpc.v1 import link_pb2
 
 POLL_S = 25e-6
 """A frame of 64 MiB is checked in 30 us."""
 SLOW_POLL_S = 50e-6
 """For what takes longer, or nobody waits for."""
+EAGER_S = 2e-3
+"""How soon a frame is there that was just announced, unless it waits for its layers."""
 MAX_ANNOUNCED = 256
 """Frames that a peer may announce ahead."""
 
@@ -35,7 +39,8 @@ class DeviceReceiver:
         channel: NoticeChannel,
         timeout_s: float,
         has_ended: Callable[[], bool],
-        deliver: Callable[[link_pb2.FrameReady, int, bool], None],
+        place: Callable[[link_pb2.FrameReady, Callable[[KvRegion], Mark]], bool],
+        deliver: Callable[[link_pb2.FrameReady, int | None, bool], None],
         hear: Callable[[link_pb2.TokensSampled], None],
     ) -> None:
         """Starts without frames.
@@ -47,7 +52,9 @@ class DeviceReceiver:
             channel: to the peer.
             timeout_s: deadline of each stage of a frame.
             has_ended: asked in each turn.
-            deliver: takes a frame that landed: its announcement, its slot, whether it is intact.
+            place: launches the writing of an announced frame, if the engine expects it.
+            deliver: takes a frame that landed: its announcement, its slot, whether it is intact;
+                no slot: it is placed.
             hear: takes first tokens that the peer tells ahead of their commit.
         """
         self._route = route
@@ -55,12 +62,15 @@ class DeviceReceiver:
         self._channel = channel
         self._timeout_s = timeout_s
         self._has_ended = has_ended
+        self._place = place
         self._deliver = deliver
         self._hear = hear
         self._checks: Lane = device.make_lane()
         self._announced: list[Landing] = []
         """In the order of their sequence."""
         self._last_sequence = 0
+        self._told_at_s = 0.0
+        """When the latest frame was announced."""
 
     @property
     def num_announced(self) -> int:
@@ -129,6 +139,7 @@ class DeviceReceiver:
         # At once: word that it is written may be the next notice.
         self._route.accept(landing)
         self._announced.append(landing)
+        self._told_at_s = landing.since_s
 
     def _note_written(self, written: link_pb2.FrameWritten) -> None:
         for landing in self._announced:
@@ -138,19 +149,29 @@ class DeviceReceiver:
         raise LinkBroken(f"frame {written.sequence} was written out of turn")
 
     def _check(self) -> bool:
-        """Launches the checksums of frames that are there."""
+        """Launches the writing of frames that are there, or at least their checksums."""
         is_busy = False
         for landing in self._announced:
             written = landing.written
             if written is None or landing.checked is not None:
                 continue
-            if not written.HasField("checksum") or not self._route.has_arrived(landing):
+            if not self._route.has_arrived(landing):
                 continue
-            frame = self._ring.slot(landing.slot, landing.ready.num_bytes)
-            landing.checksum = self._checks.add_up(frame)
-            landing.checked = self._checks.mark()
-            is_busy = True
+            landing.is_placed = self._place(landing.ready, partial(self._write, landing))
+            if not landing.is_placed and written.HasField("checksum"):
+                frame = self._ring.slot(landing.slot, landing.ready.num_bytes)
+                landing.checksum = self._checks.add_up(frame)
+            if landing.is_placed or written.HasField("checksum"):
+                landing.checked = self._checks.mark()
+                is_busy = True
         return is_busy
+
+    def _write(self, landing: Landing, region: KvRegion) -> Mark:
+        assert landing.written is not None
+        frame = self._ring.slot(landing.slot, landing.ready.num_bytes)
+        has_sum = landing.written.HasField("checksum")
+        landing.checksum = self._checks.scatter(region, frame, has_sum=has_sum)
+        return self._checks.mark()
 
     def _land(self) -> bool:
         """Gives frames that are there, and checked, to the engine."""
@@ -161,8 +182,12 @@ class DeviceReceiver:
             is_intact = True
             if landing.checksum is not None:
                 is_intact = landing.checksum.value() == landing.written.checksum
-            self._ring.land(landing.slot)
-            self._deliver(landing.ready, landing.slot, is_intact)
+            if landing.is_placed:
+                self._ring.give_back(landing.slot)
+                self._deliver(landing.ready, None, is_intact)
+            else:
+                self._ring.land(landing.slot)
+                self._deliver(landing.ready, landing.slot, is_intact)
             is_busy = True
             if self._announced:
                 self._announced[0].since_s = time.monotonic()
@@ -171,7 +196,7 @@ class DeviceReceiver:
     def _is_through(self, landing: Landing) -> bool:
         if landing.written is None:
             return False
-        if landing.written.HasField("checksum"):
+        if landing.is_placed or landing.written.HasField("checksum"):
             return landing.checked is not None and landing.checked.is_reached()
         return self._route.has_arrived(landing)
 
@@ -188,5 +213,8 @@ class DeviceReceiver:
             time.sleep(POLL_S)
         elif self._ring.is_draining or any(one.received is not None for one in self._announced):
             time.sleep(SLOW_POLL_S)
+        elif self._announced and time.monotonic() - self._told_at_s < EAGER_S:
+            # A thread that sleeps for good takes four times as long to wake.
+            time.sleep(POLL_S)
         else:
             self._channel.wait(self._timeout_s / 4 if self._announced else None)

@@ -192,9 +192,7 @@ class DeviceSender:
         return is_busy
 
     def _announce(self) -> bool:
-        """Tells of frames that the peer has to do something for."""
-        if not self._route.goes_on:
-            return False
+        """Tells of frames that have begun: the peer launches its part, or at least is awake."""
         is_busy = False
         for flight in self._snapshot():
             # A receive that is posted for it occupies the peer.

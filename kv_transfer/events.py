@@ -46,6 +46,18 @@ class FrameLanded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FramePlaced:
+    """A frame that was expected lies in its blocks, and its slot is free again."""
+
+    link: LinkId
+    reservation_id: ReservationId
+    frame_index: int
+    num_bytes: int
+    is_intact: bool
+    """False: its checksum does not match."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FrameSent:
     """A frame has left this worker; whether it landed shows in the answer to the commit."""
 
@@ -83,7 +95,7 @@ class TokensTold:
     words: SampledAhead
 
 
-LinkEvent = FrameLanded | FrameSent | LinkDown | TokensTold
+LinkEvent = FrameLanded | FramePlaced | FrameSent | LinkDown | TokensTold
 
 Post = Callable[[LinkEvent], None]
 """Puts an event into the engine's inbox; safe to call from any thread, never blocks."""

@@ -1,6 +1,6 @@
 """How frames reach a GPU: written into the landing ring by the peer, or through NCCL.
 
-push:  POSTED grants a slot -> READY: the peer has written it -> WRITTEN
+push:  POSTED grants a slot -> READY: the peer writes it -> WRITTEN
 nccl:  POSTED grants a slot -> READY: the receive is launched -> WRITTEN and received
 """
 
@@ -26,6 +26,9 @@ class Landing:
     written: link_pb2.FrameWritten | None = None
     checksum: FrameSum | None = None
     checked: Mark | None = None
+    """Behind the checksum, and the writing if it is placed."""
+    is_placed: bool = False
+    """It is written to its blocks by this link."""
 
 
 class InRoute(Protocol):

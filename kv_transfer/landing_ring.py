@@ -92,6 +92,11 @@ class LandingRing:
         with self._condition:
             self._landed.add(number)
 
+    def give_back(self, number: int) -> None:
+        """Frees a written slot that the engine need not see."""
+        with self._condition:
+            self._free.append(number)
+
     def payload(self, number: int, num_bytes: int) -> Tensor:
         """Returns a landed frame's bytes, valid until its slot is released."""
         assert number in self._landed

@@ -86,6 +86,10 @@ class Lane(Protocol):
         """Packs a region of the rank's blocks into pinned host memory."""
         ...
 
+    def scatter(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> FrameSum | None:
+        """Writes a frame in device memory to a region of the rank's blocks, all different."""
+        ...
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copies device memory, to a peer's too."""
         ...

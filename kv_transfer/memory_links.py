@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkId, Post, TokensTold
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.link_device import Mark
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
@@ -83,6 +84,12 @@ class MemoryReceiver:
             )
         )
         return True
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Does nothing: every frame waits for the engine."""
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Does nothing."""
 
     def payload(self, landed: FrameLanded) -> Tensor:
         """Returns the landed bytes, uint8 [num_bytes]; valid until `release_slot`."""

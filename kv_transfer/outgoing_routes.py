@@ -1,6 +1,6 @@
 """How frames leave a GPU: straight into the peer's landing ring, or through NCCL.
 
-    push:  slot granted (POSTED) -> gathered into it -> READY and WRITTEN
+    push:  slot granted (POSTED) -> gathered into it, READY -> WRITTEN
     nccl:  slot granted -> gathered into a staging buffer, READY -> sent -> WRITTEN
 
 The peer grants its slots beforehand, so a frame waits for no answer. An NCCL receive occupies the
@@ -84,7 +84,7 @@ class OutRoute(Protocol):
 
     transport: str
     goes_on: bool
-    """A frame is announced as soon as it began, and goes on by itself (`advance`)."""
+    """A frame that has begun needs another launch (`advance`)."""
 
     def has_room(self) -> bool:
         """Says whether another frame may begin."""

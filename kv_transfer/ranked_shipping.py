@@ -7,6 +7,7 @@ steps before the order computed, and no later step can overwrite it first.
 from collections.abc import Callable, Sequence
 
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.follower_codec import landed_to_wire, peer_to_wire, ship_to_wire, unload_to_wire
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFrame
@@ -99,6 +100,14 @@ class RankedUnloader:
     def endpoints(self) -> tuple[LinkEndpoint, ...]:
         """Returns where the ranks listen for links, in their order."""
         return self._endpoints
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Lets frames of this rank be written as they land; those of others wait for orders."""
+        self._local.expect(expected)
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Ends that."""
+        self._local.withdraw(reservation_id)
 
     def unload(self, order: UnloadFrame) -> bool:
         """Unloads here at once, or tells the rank where the frame landed."""

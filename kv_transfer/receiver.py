@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from kv_transfer.events import FrameLanded, LinkEnds, LinkId, Post
+from kv_transfer.expected_frames import ExpectationBook, ExpectedFrames
 from kv_transfer.link_device import LinkDevice, Mark
 from kv_transfer.notices import LinkBroken, NoticeChannel
 from kv_transfer.protocol import LinkEndpoint
@@ -18,7 +19,7 @@ from kv_transfer.sending_link import site_of
 from kv_transfer.transport import LinkStatus
 from kv_transfer.transport_choice import LinkSite, choose_transports, describe_mismatch
 from pdserve.config.worker import HandoffConfig
-from pdserve.request import Incarnation, WorkerId
+from pdserve.request import Incarnation, ReservationId, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class LinkListener:
         self._config = config
         self._post = post
         self._device = device
+        self._expected = ExpectationBook(config.frame_timeout_s)
         self._room = threading.Condition()
         """Notified when a link has given memory on the GPU back."""
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -84,6 +86,20 @@ class LinkListener:
     def endpoint(self) -> LinkEndpoint:
         """Returns where prefill ranks connect, and what they must say."""
         return LinkEndpoint(host=self._me.host, port=self._port, token=self._token)
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Lets frames be written as they land, on a GPU."""
+        if self._device is not None:
+            self._expected.expect(expected)
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Ends that; nothing writes the reservation's blocks any more.
+
+        Raises:
+            TimeoutError: the device does not end what it writes.
+            DeviceFault: it failed.
+        """
+        self._expected.withdraw(reservation_id)
 
     def payload(self, landed: FrameLanded) -> Tensor:
         """Returns the landed bytes, uint8 [num_bytes]; valid until `release_slot`."""
@@ -191,6 +207,7 @@ class LinkListener:
             channel=channel,
             config=self._config,
             post=self._post,
+            expected=self._expected,
             device=self._device,
         )
         self._register(link)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kv_transfer import codec
 from kv_transfer.device_receiver import DeviceReceiver
-from kv_transfer.events import FrameLanded, LinkDown, LinkId, Post, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, LinkDown, LinkId, Post, TokensTold
+from kv_transfer.expected_frames import ExpectationBook
 from kv_transfer.gloo_receiver import GlooReceiver
 from kv_transfer.incoming_routes import GrantingRing, InRoute, NcclIn, PushIn
 from kv_transfer.landing_ring import LandingRing
@@ -21,6 +22,7 @@ from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
 from kv_transfer.sending_link import CONNECTING
 from kv_transfer.transport import LinkStatus
 from kv_transfer.transport_choice import GLOO, NCCL, PUSH
+from pdserve.cache.kv_region import KvRegion
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Incarnation, ReservationId, WorkerId
 from pdserve.rpc.v1 import link_pb2
@@ -48,7 +50,7 @@ class ReceivingLink:
     the peer has let go.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where the parts meet
         self,
         *,
         me: ReceiverIdentity,
@@ -57,6 +59,7 @@ class ReceivingLink:
         channel: NoticeChannel,
         config: HandoffConfig,
         post: Post,
+        expected: ExpectationBook,
         device: LinkDevice | None = None,
     ) -> None:
         """Takes the channel over, after the peer's hello was checked; `device`: None on a CPU."""
@@ -66,6 +69,7 @@ class ReceivingLink:
         self._channel = channel
         self._config = config
         self._post = post
+        self._expected = expected
         self._device = device
         self._ring: LandingRing | None = None
         self._memory: OwnMemory | None = None
@@ -309,7 +313,8 @@ class ReceivingLink:
             channel=self._channel,
             timeout_s=self._config.frame_timeout_s,
             has_ended=lambda: self.has_ended,
-            deliver=self._deliver,
+            place=self._place,
+            deliver=self._deliver_or_tell,
             hear=self._hear,
         )
         self._num_on_their_way = lambda: receiver.num_announced
@@ -362,9 +367,35 @@ class ReceivingLink:
             return False
         return True
 
-    def _deliver(self, ready: link_pb2.FrameReady, slot: int, is_intact: bool) -> None:
+    def _place(self, ready: link_pb2.FrameReady, launch: Callable[[KvRegion], Mark]) -> bool:
+        reservation_id = ReservationId(ready.reservation_id)
+        return self._expected.place(
+            self.link_id, reservation_id, ready.frame_index, ready.num_bytes, launch
+        )
+
+    def _deliver_or_tell(
+        self, ready: link_pb2.FrameReady, slot: int | None, is_intact: bool
+    ) -> None:
+        if slot is not None:
+            self._deliver(ready, slot, is_intact)
+            return
+        self._note_landed(ready)
+        self._post(
+            FramePlaced(
+                link=self.link_id,
+                reservation_id=ReservationId(ready.reservation_id),
+                frame_index=ready.frame_index,
+                num_bytes=ready.num_bytes,
+                is_intact=is_intact,
+            )
+        )
+
+    def _note_landed(self, ready: link_pb2.FrameReady) -> None:
         self._bytes_received += ready.num_bytes
         self._landed_at_s = time.monotonic()
+
+    def _deliver(self, ready: link_pb2.FrameReady, slot: int, is_intact: bool) -> None:
+        self._note_landed(ready)
         self._post(
             FrameLanded(
                 link=self.link_id,

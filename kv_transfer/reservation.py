@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kv_transfer.events import FrameLanded, LinkEnds, LinkId, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, LinkEnds, LinkId, TokensTold
 from kv_transfer.plan import Manifest
 from kv_transfer.protocol import Envelope, FirstToken, Grant
 from pdserve.request import Request, ReservationId
@@ -65,7 +65,7 @@ class Reservation:
             and mine.compatibility_digest == envelope.compatibility_digest
         )
 
-    def find_fault(self, landed: FrameLanded) -> str | None:
+    def find_fault(self, landed: FrameLanded | FramePlaced) -> str | None:
         """Says what is wrong with a frame; None accepts it."""
         if not 0 <= landed.frame_index < len(self.manifest.frames):
             return "no such frame"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.link_device import LinkDevice, Mark
 from kv_transfer.plan import Frame
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
@@ -80,6 +81,14 @@ class Unloader(Protocol):
 
     def endpoints(self) -> tuple[LinkEndpoint, ...]:
         """Returns where the ranks listen for links, in their order."""
+        ...
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Lets frames of rank 0 be written as they land, where links can."""
+        ...
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Ends that, before the blocks are given away."""
         ...
 
     def unload(self, order: UnloadFrame) -> bool:
@@ -184,6 +193,14 @@ class RankUnloader:
     def endpoints(self) -> tuple[LinkEndpoint, ...]:
         """Returns where this rank listens for links."""
         return (self._links.endpoint(),)
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Lets links write frames as they land, if they can."""
+        self._links.expect(expected)
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Waits until they write a reservation's blocks no more, and never will."""
+        self._links.withdraw(reservation_id)
 
     def unload(self, order: UnloadFrame) -> bool:
         """Scatters at once; on a GPU, in front of whatever step is launched next."""

@@ -1,6 +1,7 @@
 """Spans of hand-offs: packing and scattering of frames, and what links report."""
 
-from kv_transfer.events import FrameLanded, FrameSent, LinkDown, LinkEnds, TokensTold
+from kv_transfer.events import FrameLanded, FramePlaced, FrameSent, LinkDown, LinkEnds, TokensTold
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.shipping import ShipFrame, Shipper, Unloader, UnloadFrame
 from kv_transfer.transport import LinkPeer, LinkStatus
@@ -24,6 +25,8 @@ def describe_event(event: object) -> dict[str, Detail]:
             return {"event": "tokens told", "reservation": event.words.reservation_id.hex()}
         case FrameLanded():
             return {"event": "frame landed", **_frame(event.reservation_id, event.frame_index)}
+        case FramePlaced():
+            return {"event": "frame placed", **_frame(event.reservation_id, event.frame_index)}
         case _:
             return {}
 
@@ -85,6 +88,14 @@ class SpanUnloader:
     def endpoints(self) -> tuple[LinkEndpoint, ...]:
         """Passes it on."""
         return self._unloader.endpoints()
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Passes it on."""
+        self._unloader.expect(expected)
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Passes it on."""
+        self._unloader.withdraw(reservation_id)
 
     def unload(self, order: UnloadFrame) -> bool:
         """Unloads a frame, and notes what that took on the host."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kv_transfer.events import FrameLanded
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.link_device import Mark
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from pdserve.cache.kv_marks import KvMark
@@ -101,6 +102,14 @@ class FrameReceiver(Protocol):
 
     def endpoint(self) -> LinkEndpoint:
         """Returns where prefill ranks connect, and what they must say."""
+        ...
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        """Lets frames be written as they land, where links can; each is told by FramePlaced."""
+        ...
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        """Ends that; nothing writes the reservation's blocks any more. Unknown ones are fine."""
         ...
 
     def payload(self, landed: FrameLanded) -> Tensor:

@@ -96,7 +96,7 @@ class PieceChain(HashChain):
             position += num_tokens
         return tuple(found)
 
-    def block_tokens(self, index: int) -> tuple[int, ...]:
+    def block_content(self, index: int) -> tuple[int, ...]:
         """Returns what tells a full block from others: its runs."""
         return self._blocks[index]
 

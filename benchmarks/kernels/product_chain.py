@@ -1,6 +1,7 @@
 """Plans of the products, chosen in the chain of a decode step, written as the default table.
 
     python -m benchmarks.kernels.product_chain --out many_rows.json
+    python -m benchmarks.kernels.product_chain --merge a.json b.json --defaults table.json
 
 Between the products run the kernels that read their results in a step (attention is left out),
 with dependent launch, over the weights of all layers. Needs an H200 with 20 GB free.
@@ -252,14 +253,18 @@ def tune(bench: Bench, rows: int) -> dict[str, object]:
 def update_defaults(
     path: Path, shapes: Sequence[Shape], found: Sequence[dict[str, object]]
 ) -> None:
-    """Puts the plans that were found into the default table; a new layer needs every bucket."""
+    """Puts the plans that were found into the default table.
+
+    Of a new layer, numbers of rows that were not measured take the plan of the next larger one.
+    """
     table = json.loads(path.read_text())
     layers = {(layer["num_outputs"], layer["num_inputs"]): layer for layer in table["layers"]}
     for shape in shapes:
         name, size = shape.name, (shape.num_outputs, shape.num_inputs)
         is_new = size not in layers
-        if is_new and len(found) < len(BUCKETS):
-            print(f"{name} is not written: not all rows were measured")
+        measured_rows = [row["rows"] for row in found]
+        if is_new and ROW_BUCKETS[-1] not in measured_rows:
+            print(f"{name} is not written: {ROW_BUCKETS[-1]} rows were not measured")
             continue
         empty = {"num_outputs": size[0], "num_inputs": size[1], "fixed": None, "rows": {}}
         layer = layers.setdefault(size, empty)
@@ -276,9 +281,11 @@ def update_defaults(
                 "torch_us": times["torch"],
             }
         if is_new:
-            measured = layer["rows"]
-            fewer = {rows: measured[str(max(rows, min(BUCKETS)))] for rows in ROW_BUCKETS}
-            layer["rows"] = {str(rows): choice for rows, choice in fewer.items()}
+            known = {int(rows): choice for rows, choice in layer["rows"].items()}
+            layer["rows"] = {
+                str(rows): known[min(more for more in known if more >= rows)]
+                for rows in ROW_BUCKETS
+            }
     table["layers"] = [layers[size] for size in sorted(layers)]
     path.write_text(json.dumps(table, indent=1) + "\n")
 
@@ -286,26 +293,33 @@ def update_defaults(
 def main() -> None:
     """Checks, tunes every bucket, writes the figures and, if asked, the default table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="every figure")
+    parser.add_argument("--out", type=Path, help="every figure; needed unless merging")
+    parser.add_argument("--merge", type=Path, nargs="+", help="figures of runs, measured before")
+    parser.add_argument("--rows", default=",".join(map(str, BUCKETS)), help="in this order")
     parser.add_argument("--defaults", type=Path, help="table to update")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a layer")
     parser.add_argument("--budget", type=float, default=75.0, help="seconds")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    check_kernel(60)
     shapes = share_shapes(arguments.tensor_parallel)
+    if arguments.merge:
+        found = [row for path in arguments.merge for row in json.loads(path.read_text())]
+        update_defaults(arguments.defaults, shapes, found)
+        return
+    buckets = [int(rows) for rows in arguments.rows.split(",")]
+    check_kernel(60)
     bench = Bench(shapes)
     bench.compile(
         [
             (shape, rows, plan)
-            for rows in BUCKETS
+            for rows in buckets
             for shape in shapes
             for plan in list_candidates(shape, rows)
         ]
     )
     print(f"checked and compiled, {time.monotonic() - begin:.0f} s", flush=True)
     found = []
-    for rows in BUCKETS:
+    for rows in buckets:
         if time.monotonic() - begin > arguments.budget:
             print(f"{rows} rows left out: no time")
             continue

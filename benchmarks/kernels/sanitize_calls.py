@@ -7,7 +7,7 @@ kernels run, and those of torch that do are copies.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, product
 
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from benchmarks.kernels.paged import BLOCK_SIZE, make_paged_kv
 from benchmarks.kernels.sanitize_ranks import call_gather, call_shared_choice, call_sums
-from pdserve.kernels import decode_attention, prefill_attention
+from pdserve.kernels import prefill_attention
+from pdserve.kernels.decode_attention import DecodeTuning, decode_attention
+from pdserve.kernels.decode_scratch import make_scratch
 from pdserve.kernels.embedding import embed, embed_and_norm
 from pdserve.kernels.merge import merge_splits
 from pdserve.kernels.norm import add_norm
@@ -213,32 +215,60 @@ def call_streamed_product() -> None:
         multiply(plan, num_rows, 203, 328, torch.bfloat16)
 
 
-def call_decode_attention() -> None:
-    lengths = (5, 0, 71, 300)
-    cases: tuple[tuple[int, int | None, float | None, int | None, torch.dtype], ...] = (
-        (64, None, None, None, HALF),
-        (80, 33, 20.0, None, HALF),
-        (128, None, None, 64, torch.float32),
-    )
-    for dim, window, soft_cap, split_tokens, dtype in cases:
-        kv = make_paged_kv(lengths, 2, dim, is_poisoned=True, dtype=dtype, device=str(DEVICE))
-        q, out = randn(4, 6, dim, dtype=dtype), nans(4, 6, dim, dtype=dtype)
-        decode_attention.decode_attention(
+def attend(
+    dim: int,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    *,
+    queries: int = 1,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    split_tokens: int | None = None,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    kv = make_paged_kv(lengths, 2, dim, is_poisoned=True, dtype=dtype, device=str(DEVICE))
+    num_rows = len(lengths) * queries
+    q, out = (make(num_rows, 6, dim, dtype=dtype) for make in (randn, nans))
+    scratch = make_scratch(num_rows, 6, dim, 8, DEVICE)
+    for _ in range(2):  # the second finds what the first left in the scratch
+        decode_attention(
             q,
             kv.keys,
             kv.values,
             kv.tables,
             kv.lengths,
             out,
-            decode_attention.make_scratch(4, 6, dim, 8, DEVICE),
+            scratch,
             block_size=BLOCK_SIZE,
             scale=dim**-0.5,
             window=window,
             soft_cap=soft_cap,
+            queries_per_sequence=queries,
             split_tokens=split_tokens,
+            tuning=tuning,
             use_pdl=HAS_PDL,
         )
-        check_written(out[[0, 2, 3]])
+    present = [row for row in range(num_rows) if lengths[row // queries]]
+    check_written(out[present])
+
+
+LENGTHS = (5, 0, 71, 300)
+
+
+def call_decode_attention() -> None:
+    tuning = DecodeTuning()
+    attend(64, HALF, LENGTHS, tuning=tuning)
+    attend(80, HALF, LENGTHS, window=33, soft_cap=20.0, tuning=tuning)
+    attend(128, torch.float32, LENGTHS, split_tokens=64)
+
+
+def call_streamed_decode() -> None:
+    """On Hopper; elsewhere the portable kernel does it."""
+    attend(64, HALF, LENGTHS)
+    attend(128, HALF, LENGTHS, window=33, soft_cap=20.0)
+    attend(128, HALF, LENGTHS, queries=3)
+    attend(256, HALF, (1, 40))
+    attend(128, HALF, (2000,))
 
 
 def call_prefill_attention() -> None:
@@ -286,6 +316,7 @@ def call_prefill_attention() -> None:
 CALLS: dict[str, Callable[[], None]] = {
     "sampling": call_sampling,
     "decode_attention": call_decode_attention,
+    "streamed_decode": call_streamed_decode,
     "prefill_attention": call_prefill_attention,
     "streamed_product": call_streamed_product,
     "tiled_product": call_tiled_product,

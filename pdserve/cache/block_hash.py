@@ -9,7 +9,8 @@ depends on the process, so every worker and router names a block alike.
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NewType
 
 from pdserve.cache.granule_hash import GRANULE_TOKENS, GranuleChain
@@ -17,6 +18,7 @@ from pdserve.cache.granule_hash import GRANULE_TOKENS, GranuleChain
 BlockHash = NewType("BlockHash", bytes)
 
 _DOMAIN = b"pdserve.kv.v1"
+_PARENT_LENGTH = hashlib.sha256().digest_size.to_bytes(8, "little")
 
 
 def hash_root(tenant_salt: bytes, revision: str) -> BlockHash:
@@ -42,18 +44,22 @@ def hash_blocks(
 
 
 class HashChain:
-    """The tokens of one growing sequence, and the hashes of its full blocks, each made once."""
+    """The tokens of one growing sequence, and the hashes of its full blocks.
+
+    Each hash is made once, when it is first asked for: a prompt of which nothing is cached is
+    hashed while it is computed, not before. Tokens lie in an array, where the garbage collector
+    does not look at each of them: 256 sequences of 2,000 in lists cost a full collection 20 ms.
+    """
 
     def __init__(
         self, token_ids: Iterable[int], block_size: int, tenant_salt: bytes, revision: str
     ) -> None:
-        """Starts with `token_ids`; every full block among them is hashed now."""
+        """Starts with `token_ids`."""
         self.block_size = block_size
         self._tail = hash_root(tenant_salt, revision)
-        self._token_ids: list[int] = []
+        self._token_ids = array("I", token_ids)
         self._hashes: list[BlockHash] = []
         self._granules = GranuleChain(tenant_salt)
-        self.extend(token_ids)
 
     def __len__(self) -> int:
         """Counts tokens."""
@@ -61,8 +67,8 @@ class HashChain:
 
     @property
     def num_full_blocks(self) -> int:
-        """Blocks that have a hash."""
-        return len(self._hashes)
+        """Blocks that have a hash, made or not."""
+        return len(self) // self.block_size
 
     @property
     def last(self) -> int:
@@ -70,17 +76,12 @@ class HashChain:
         return self._token_ids[-1]
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Appends tokens and hashes the blocks that become full."""
+        """Appends tokens."""
         self._token_ids.extend(token_ids)
-        for index in range(len(self._hashes), len(self._token_ids) // self.block_size):
-            self._tail = hash_block(self._tail, self.block_tokens(index))
-            self._hashes.append(self._tail)
 
     def append(self, token_id: int) -> None:
         """Appends one token: what a sequence does in each step."""
         self._token_ids.append(token_id)
-        if len(self._token_ids) % self.block_size == 0:
-            self.extend(())
 
     def append_copies(self, token_id: int, count: int) -> None:
         """Appends one token so many times: what many steps at once do in a simulation."""
@@ -90,7 +91,7 @@ class HashChain:
         """Returns a chain of the same tokens that grows by itself."""
         twin = HashChain((), self.block_size, b"", "")
         twin._tail = self._tail
-        twin._token_ids = self._token_ids.copy()
+        twin._token_ids = self._token_ids[:]
         twin._hashes = self._hashes.copy()
         twin._granules = self._granules.fork()
         return twin
@@ -99,13 +100,17 @@ class HashChain:
         """Returns the tokens at positions [start, end)."""
         return tuple(self._token_ids[start:end])
 
-    def block_tokens(self, index: int) -> tuple[int, ...]:
-        """Returns the tokens of a full block."""
-        return self.tokens(index * self.block_size, (index + 1) * self.block_size)
+    def block_content(self, index: int) -> Hashable:
+        """Returns what is equal for full blocks of equal tokens only."""
+        return self._block_bytes(index)
 
     def block_hash(self, index: int) -> BlockHash:
         """Returns the hash of a full block."""
-        return self._hashes[index]
+        hashes = self._hashes
+        while index >= len(hashes):
+            self._tail = _hash_content(self._tail, self._block_bytes(len(hashes)))
+            hashes.append(self._tail)
+        return hashes[index]
 
     def granule_key(self, index: int) -> int:
         """Returns the key of a full granule; made when it is first asked for."""
@@ -114,6 +119,16 @@ class HashChain:
             end = (index + 1) * GRANULE_TOKENS
             self._granules.extend(self._token_ids[len(keys) * GRANULE_TOKENS : end])
         return keys[index]
+
+    def _block_bytes(self, index: int) -> bytes:
+        size = self.block_size
+        return self._token_ids[index * size : (index + 1) * size].tobytes()
+
+
+def _hash_content(parent: BlockHash, content: bytes) -> BlockHash:
+    """Returns `_digest` of both in half the time, which counts before a cached prompt."""
+    length = len(content).to_bytes(8, "little")
+    return BlockHash(hashlib.sha256(_PARENT_LENGTH + parent + length + content).digest())
 
 
 def _digest(*fields: bytes) -> BlockHash:

@@ -46,15 +46,18 @@ class FreeRuns:
             i for start, length in self._length_of.items() for i in range(start, start + length)
         )
 
-    def add(self, block: int) -> None:
-        """Puts an id back and joins it with its neighbours."""
-        start, length = block, 1
-        if block in self._start_by_end:
-            start = self._start_by_end[block]
-            length += self._remove_run(start)
-        if block + 1 in self._length_of:
-            length += self._remove_run(block + 1)
-        self._add_run(start, length)
+    def add(self, blocks: Iterable[int]) -> None:
+        """Puts ids back, all different, and joins them with their neighbours."""
+        run_start = run_end = None
+        for block in sorted(blocks):
+            if block == run_end:
+                run_end += 1
+                continue
+            if run_start is not None and run_end is not None:
+                self._join_run(run_start, run_end - run_start)
+            run_start, run_end = block, block + 1
+        if run_start is not None and run_end is not None:
+            self._join_run(run_start, run_end - run_start)
 
     def take_at(self, block: int, count: int) -> int:
         """Takes up to `count` ids from `block` on, if a run begins there; returns how many."""
@@ -85,6 +88,15 @@ class FreeRuns:
                 length, start = self._by_length[bisect_left(self._by_length, (missing, 0))]
             taken.extend(range(start, start + self.take_at(start, missing)))
         return taken
+
+    def _join_run(self, start: int, length: int) -> None:
+        end = start + length
+        if start in self._start_by_end:
+            start = self._start_by_end[start]
+            length += self._remove_run(start)
+        if end in self._length_of:
+            length += self._remove_run(end)
+        self._add_run(start, length)
 
     def _add_run(self, start: int, length: int) -> None:
         self._length_of[start] = length
@@ -136,6 +148,11 @@ class BlockPool:
         """Counts the references on a block."""
         return self._references.get(block, 0)
 
+    def count_unreferenced(self, blocks: Sequence[BlockId]) -> int:
+        """Counts those of the blocks that have no reference."""
+        references = self._references
+        return sum(block not in references for block in blocks)
+
     def is_kept(self, block: BlockId) -> bool:
         """Says whether the block becomes cached, or is so, when nobody refers to it."""
         return block in self._kept
@@ -164,13 +181,14 @@ class BlockPool:
 
     def incref(self, blocks: Iterable[BlockId]) -> None:
         """Adds a reference to blocks that are referenced or cached."""
+        references, cached = self._references, self._cached
         for block in blocks:
-            if block in self._references:
-                self._references[block] += 1
+            if block in references:
+                references[block] += 1
                 continue
-            assert block in self._cached, f"block {block} is free"
-            del self._cached[block]
-            self._references[block] = 1
+            assert block in cached, f"block {block} is free"
+            del cached[block]
+            references[block] = 1
 
     def fork(self, blocks: Sequence[BlockId]) -> tuple[BlockId, ...]:
         """Returns a second table over the same blocks, with references of its own."""
@@ -183,6 +201,7 @@ class BlockPool:
         The last block goes first: a prefix is used by more sequences than what follows it, so
         it is to be evicted later.
         """
+        freed: list[BlockId] = []
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count:
@@ -192,7 +211,8 @@ class BlockPool:
             if block in self._kept:
                 self._cached[block] = None
             else:
-                self._free.add(block)
+                freed.append(block)
+        self._free.add(freed)
 
     def keep(self, block: BlockId) -> None:
         """Marks a referenced block: it becomes cached, not free, with its last reference."""
@@ -204,7 +224,7 @@ class BlockPool:
         self._kept.remove(block)
         if block in self._cached:
             del self._cached[block]
-            self._free.add(block)
+            self._free.add((block,))
 
     def evict(self, count: int) -> tuple[BlockId, ...]:
         """Frees the `count` longest unused cached blocks (or all there are) and names them."""

@@ -18,6 +18,7 @@ FRAME_DTYPES = {
 }
 """Of the values in a frame."""
 MAX_SCALED = 448.0
+PER_SCALED = 1 / MAX_SCALED
 
 
 def encode_values(values: Tensor, dtype: str) -> Tensor:
@@ -26,7 +27,9 @@ def encode_values(values: Tensor, dtype: str) -> Tensor:
         return values.to(FRAME_DTYPES[dtype]).reshape(-1).view(torch.uint8)
     wide = values.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    scales = torch.where(largest > 0, largest / MAX_SCALED, 1.0)
+    # Not divided by the maximum: torch on a GPU would multiply instead, and round otherwise.
+    scales = largest * PER_SCALED
+    scales = torch.where(scales > 0, scales, 1.0)
     # Division may round to just above the largest value, which would become NaN.
     scaled = (wide / scales).clamp(-MAX_SCALED, MAX_SCALED).to(FRAME_DTYPES[dtype])
     packed = scaled.reshape(-1).view(torch.uint8)

@@ -8,7 +8,7 @@ A hash only proposes a block. A hit needs equal tokens in it and the very same e
 that a forged collision is a miss, never another's KV.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -26,7 +26,8 @@ class _Entry:
     entry_id: EntryId
     parent: EntryId | None
     block: BlockId
-    token_ids: tuple[int, ...]
+    content: Hashable
+    """Of the block, see `HashChain.block_content`."""
 
 
 @dataclass(slots=True)
@@ -82,16 +83,18 @@ class PrefixCache:
         """Finds the longest prefix of full blocks, at most `max_blocks` of them."""
         blocks: list[BlockId] = []
         entries: list[EntryId] = []
+        parent: EntryId | None = None
         for index in range(min(max_blocks, chain.num_full_blocks)):
             entry = self._by_hash.get(chain.block_hash(index))
-            if entry is None or not self._matches(entry, chain, index, entries):
+            if entry is None or not _matches(entry, chain, index, parent):
                 break
+            parent = entry.entry_id
             blocks.append(entry.block)
-            entries.append(entry.entry_id)
+            entries.append(parent)
         return PrefixHit(
             block_ids=tuple(blocks),
             entries=tuple(entries),
-            num_unreferenced=sum(self.pool.num_references(block) == 0 for block in blocks),
+            num_unreferenced=self.pool.count_unreferenced(blocks),
         )
 
     def can_open(self, hit: PrefixHit, num_blocks: int) -> bool:
@@ -212,9 +215,10 @@ class PrefixCache:
     def _enter(self, table: BlockTable, chain: HashChain, index: int) -> EntryId:
         digest = chain.block_hash(index)
         block = table.block_ids[index]
+        parent = table._entries[index - 1] if index else None
         known = self._by_hash.get(digest)
         if known is not None:
-            if self._matches(known, chain, index, table._entries):
+            if _matches(known, chain, index, parent):
                 return known.entry_id
             # Another chain with this hash, or one whose beginning was evicted.
             self.pool.forget(known.block)
@@ -223,13 +227,11 @@ class PrefixCache:
                 self._granules.evict((known.block,))
         entry_id = EntryId(self._num_entries_made)
         self._num_entries_made += 1
-        parent = table._entries[index - 1] if index else None
-        self._by_hash[digest] = _Entry(entry_id, parent, block, chain.block_tokens(index))
+        self._by_hash[digest] = _Entry(entry_id, parent, block, chain.block_content(index))
         self._hash_of[block] = digest
         self.pool.keep(block)
         return entry_id
 
-    @staticmethod
-    def _matches(entry: _Entry, chain: HashChain, index: int, entries: Sequence[EntryId]) -> bool:
-        parent = entries[index - 1] if index else None
-        return entry.parent == parent and entry.token_ids == chain.block_tokens(index)
+
+def _matches(entry: _Entry, chain: HashChain, index: int, parent: EntryId | None) -> bool:
+    return entry.parent == parent and entry.content == chain.block_content(index)

@@ -87,8 +87,18 @@ class AttentionRoom:
         self._max_rows = max_rows
         self._use_pdl = use_pdl
 
-    def attend(self, q_MHD: Tensor, layer: LayerAttention, rows: StepRows, out_MHD: Tensor) -> None:
-        """Writes what each row's heads give; KV of all rows is already stored."""
+    def attend(
+        self, q_MHD: Tensor, layer: LayerAttention, rows: StepRows, out_MHD: Tensor
+    ) -> Tensor:
+        """Computes what each row's heads give; KV of all rows is already stored.
+
+        Returns:
+            `out_MHD`, written; or what the library's kernel has written elsewhere.
+        """
+        if rows.decode is None and rows.prompt is not None:
+            alone = self._find_lone_dense(q_MHD, layer, rows.prompt)
+            if alone is not None:
+                return self._attend_dense(q_MHD, layer, rows.prompt, alone)
         if rows.decode is not None:
             decode = rows.decode
             num_rows = decode.lengths_B.shape[0]
@@ -103,6 +113,17 @@ class AttentionRoom:
         if rows.prompt is not None:
             part = slice(rows.prompt.first_row, rows.prompt.first_row + rows.prompt.num_rows)
             self._attend_prompts(q_MHD[part], layer, rows.prompt, out_MHD[part])
+        return out_MHD
+
+    def _find_lone_dense(
+        self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows
+    ) -> _Run | None:
+        """Returns the run of a lone prompt, if the library's kernel serves it."""
+        chunks = prompt.chunks
+        if chunks is None or len(chunks) > 1 or layer.window is not None or not self._has_dense:
+            return None
+        (run,) = self._runs(q_MHD, chunks)
+        return run if run.is_dense else None
 
     def can_attend_for_last_rows(self, rows: StepRows) -> bool:
         """Says whether all rows that sample are the last ones of prompts, one each.
@@ -169,7 +190,8 @@ class AttentionRoom:
         for run in self._runs(q_MHD, prompt.chunks):
             places = slice(run.first, run.first + len(run.chunks))
             if run.is_dense:
-                self._attend_dense(q_MHD, layer, prompt, out_MHD, run)
+                part = slice(run.first_row, run.first_row + run.chunks[0].num_rows)
+                out_MHD[part].copy_(self._attend_dense(q_MHD[part], layer, prompt, run))
             else:
                 self._attend_paged(q_MHD, layer, prompt, out_MHD, places)
 
@@ -260,12 +282,11 @@ class AttentionRoom:
         return splits_for(num_rows, LONG_CONTEXT_TOKENS if has_long_context else 0)
 
     def _attend_dense(
-        self, q_MHD: Tensor, layer: LayerAttention, prompt: PromptRows, out_MHD: Tensor, run: _Run
-    ) -> None:
+        self, q_THD: Tensor, layer: LayerAttention, prompt: PromptRows, run: _Run
+    ) -> Tensor:
         (chunk,) = run.chunks
-        part = slice(run.first_row, run.first_row + chunk.num_rows)
         out_1THD = dense_attention(
-            q_MHD[part].unsqueeze(0),
+            q_THD.unsqueeze(0),
             layer.keys_SJD,
             layer.values_SJD,
             prompt.block_tables_BW[run.first : run.first + 1],
@@ -273,4 +294,4 @@ class AttentionRoom:
             block_size=self._block_size,
             scale=self._scale,
         )
-        out_MHD[part].copy_(out_1THD[0])
+        return out_1THD[0]

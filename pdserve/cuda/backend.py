@@ -17,17 +17,19 @@ import torch
 from pdserve.cache.kv_tensors import TORCH_DTYPES, KvTensors
 from pdserve.cuda.attention import SPLIT_ROWS, AttentionRoom, LayerAttention
 from pdserve.cuda.device import Device
+from pdserve.cuda.far_stages import FarStages
 from pdserve.cuda.marks import LayerMarks, mark_steps
 from pdserve.cuda.memory import MemoryPicture, fit_blocks
 from pdserve.cuda.model import CudaModel, make_rotary_tables
 from pdserve.cuda.plans import choose_plans
 from pdserve.cuda.products import Products, max_product_bytes
 from pdserve.cuda.runner import CudaRunner
-from pdserve.cuda.stages import DeviceStages, StageRoom, connect_device_stages
+from pdserve.cuda.stages import StageRoom, Stages, connect_device_stages, count_hosts
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
 from pdserve.cuda.tensor_ranks import MAX_RING_ROWS, MemoryKind, TensorRanks, connect_tensor_ranks
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
+from pdserve.cuda.wires import MakeWires, connect_nccl_wires
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
 from pdserve.errors import ConfigError
 from pdserve.kernels import decode_scratch, prefill_attention
@@ -63,7 +65,7 @@ class EngineParts:
     inputs: StepInputs
     limits: InputLimits
     shapes: tuple[StepShape, ...]
-    stages: DeviceStages | None
+    stages: Stages | None
 
 
 class CudaBackend:
@@ -112,6 +114,7 @@ def make_parts(
     report: ReportPhase,
     memory_kind: MemoryKind | None = None,
     *,
+    make_wires: MakeWires | None = None,
     cache: Path | None = None,
 ) -> EngineParts:
     """Loads weights, chooses products and allocates buffers.
@@ -122,6 +125,7 @@ def make_parts(
         clock: of the phases.
         report: takes them.
         memory_kind: how ranks share memory; None: between GPUs.
+        make_wires: joins the stages even in one host; None: by NCCL, where they are in several.
         cache: folder of product tables; None keeps none.
     """
     started_s = clock.now()
@@ -179,8 +183,8 @@ def make_parts(
         ranks=_connect_ranks(job, limits, device, memory_kind),
         shard=job.shard,
     )
-    stages = _connect_stages(job, limits, device, memory_kind)
-    shapes = graph_shapes(engine.max_num_seqs, limits.max_rows)
+    stages = _connect_stages(job, limits, device, memory_kind, make_wires)
+    shapes = graph_shapes(engine.max_num_seqs, limits.max_rows, engine.tensor_parallel)
     return EngineParts(
         device=device,
         attention=attention,
@@ -192,7 +196,7 @@ def make_parts(
     )
 
 
-def _make_inputs(limits: InputLimits, device: Device, stages: DeviceStages | None) -> StepInputs:
+def _make_inputs(limits: InputLimits, device: Device, stages: Stages | None) -> StepInputs:
     if stages is None:
         return StepInputs(limits, device)
     room = stages.room
@@ -323,8 +327,12 @@ def _connect_ranks(
 
 
 def _connect_stages(
-    job: LoadJob, limits: InputLimits, device: Device, memory_kind: MemoryKind | None
-) -> DeviceStages | None:
+    job: LoadJob,
+    limits: InputLimits,
+    device: Device,
+    memory_kind: MemoryKind | None,
+    make_wires: MakeWires | None,
+) -> Stages | None:
     """Meets the stages before and behind; None where there is one."""
     shard = job.shard
     if shard is None or shard.num_stages == 1:
@@ -337,7 +345,11 @@ def _connect_stages(
         hidden_size=job.model.hidden_size,
         dtype=TORCH_DTYPES[job.engine.dtype],
     )
-    return connect_device_stages(job.exchange, shard, room, device, memory_kind)
+    if count_hosts(job.exchange) > 1 and make_wires is None:
+        make_wires = connect_nccl_wires
+    if make_wires is None:
+        return connect_device_stages(job.exchange, shard, room, device, memory_kind)
+    return FarStages(shard, room, device, *make_wires(job.exchange, shard, device.torch_device))
 
 
 def _check(job: LoadJob) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.errors import ConfigError
 from pdserve.kernels.gluon_version import has_known_gluon
+from pdserve.kernels.kernel_loading import load_kernels_one_by_one
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Device:
             device = torch.device("cuda", torch.cuda.current_device())
         self.torch_device = device
         torch.cuda.set_device(device)
+        load_kernels_one_by_one()
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     @property

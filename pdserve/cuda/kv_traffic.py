@@ -57,6 +57,14 @@ class Packers:
         self._num_programs = num_programs
         self._made: dict[tuple[range, range, str], FramePacker] = {}
 
+    def check_target(self, region: KvRegion, frame: Tensor) -> None:
+        """Checks that a frame may be written to a region.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self._kv.check_target(region, frame)
+
     def find(self, region: KvRegion) -> FramePacker:
         """Returns the one for a region's layers, heads and dtype.
 
@@ -88,11 +96,25 @@ class TrafficLane:
 
     def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> FrameSums | None:
         """Packs a region into device memory, a peer's too."""
-        packer, tokens = self._packers.find(region), tokens_of(region)
+        return self._move(region, frame, self._packers.find(region).gather, has_sum=has_sum)
+
+    def scatter(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> FrameSums | None:
+        """Writes a frame to a region's blocks."""
+        self._packers.check_target(region, frame)
+        return self._move(region, frame, self._packers.find(region).scatter, has_sum=has_sum)
+
+    def _move(
+        self,
+        region: KvRegion,
+        frame: Tensor,
+        launch: Callable[[Tensor, range, Tensor, Tensor | None, int], int],
+        *,
+        has_sum: bool,
+    ) -> FrameSums | None:
         self._last = None
         ids = self._uploads.upload(region.block_ids, self._handle)
         sums = self._sums.take() if has_sum else None
-        num_programs = packer.gather(ids, tokens, frame, sums, self._handle)
+        num_programs = launch(ids, tokens_of(region), frame, sums, self._handle)
         self._uploads.note_used(self.mark())
         return self._sums.sums(num_programs) if has_sum else None
 
@@ -267,7 +289,8 @@ class KvTraffic:
         if payload.device != self._kv.device:
             with torch.cuda.stream(self._landing):
                 payload = payload.to(self._kv.device, non_blocking=True)
-        packer.scatter(self._uploads.upload(region.block_ids, handle), tokens, payload, handle)
+        ids = self._uploads.upload(region.block_ids, handle)
+        packer.scatter(ids, tokens, payload, None, handle)
         mark = TrafficMark(self._landing)
         self._uploads.note_used(mark)
         self.let_steps_wait_for(mark)
@@ -294,6 +317,7 @@ class KvTraffic:
             frame = torch.empty(kv.frame_bytes(region), dtype=torch.uint8, device=kv.device)
         for has_sum in (False, True):
             lane.gather(region, frame, has_sum=has_sum)
+            lane.scatter(region, frame, has_sum=has_sum)
         lane.add_up(frame)
         self._landing.wait_event(lane.mark().event)
         self.scatter(region, frame)

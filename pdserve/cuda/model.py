@@ -177,13 +177,14 @@ class CudaModel:
             if note_stored is not None:
                 note_stored(weights.first_layer + index + 1)
             if index < last or not self.has_head or rows.sample_rows_R is None:
-                self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+                heads = self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
             elif rows.sample_rows_R.shape[0] == 0:
                 return None
             else:
                 # Past its KV, the last layer matters only to rows that sample.
                 buffers = self._attend_for_samples(read, rows, rows.sample_rows_R, buffers)
-            self._finish(layer, next_gain_E, buffers)
+                heads = buffers.heads_MHD
+            self._finish(layer, next_gain_E, buffers, heads)
         return buffers.normed_ME
 
     def _embed(self, rows: StepRows, gain_E: Tensor, buffers: RowBuffers) -> None:
@@ -245,14 +246,16 @@ class CudaModel:
             torch.index_select(buffers.q_MHD, 0, wanted_R, out=picked.q_MHD)
             self.attention.attend_for_last_rows(picked.q_MHD, read, rows, picked.heads_MHD)
         else:
-            self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
-            torch.index_select(buffers.heads_MHD, 0, wanted_R, out=picked.heads_MHD)
+            heads = self.attention.attend(buffers.q_MHD, read, rows, buffers.heads_MHD)
+            torch.index_select(heads, 0, wanted_R, out=picked.heads_MHD)
         return picked
 
-    def _finish(self, layer: LayerWeights, next_gain_E: Tensor, buffers: RowBuffers) -> None:
+    def _finish(
+        self, layer: LayerWeights, next_gain_E: Tensor, buffers: RowBuffers, heads_MHD: Tensor
+    ) -> None:
         """Does the rest of a layer, and the norm of whatever comes next."""
         multiply = self._products.multiply
-        out = multiply(buffers.heads_MHD.flatten(1), layer.out_EN, layer.out_bias_E)
+        out = multiply(heads_MHD.flatten(1), layer.out_EN, layer.out_bias_E)
         self._add_norm(out, layer.mlp_gain_E, buffers)
         gate_up = multiply(buffers.normed_ME, layer.gate_up_NE)
         silu_mul(gate_up, buffers.inner_MN, bias_N=layer.gate_up_bias_N, use_pdl=self._use_pdl)

@@ -24,7 +24,7 @@ from pdserve.cuda.marks import LayerMarks
 from pdserve.cuda.model import CudaModel, NoteStored
 from pdserve.cuda.sampling import ChosenTokens, SampleSlot, TokenChooser
 from pdserve.cuda.scoring import PromptScores, score_prompts
-from pdserve.cuda.stages import DeviceStages
+from pdserve.cuda.stages import Stages
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_rows import PromptChunk, StepRows
 from pdserve.cuda.step_shape import ShapeChooser, StepShape, decode_shape, prompt_shape
@@ -116,7 +116,7 @@ class CudaRunner:
         max_model_len: int,
         is_deterministic: bool = False,
         graph_shapes: Sequence[StepShape] = (),
-        stages: DeviceStages | None = None,
+        stages: Stages | None = None,
         make_marks: Callable[[int], LayerMarks] | None = None,
     ) -> None:
         """Keeps them; graphs are captured by `capture`.
@@ -208,13 +208,15 @@ class CudaRunner:
             expected = self.results.expect()
         return CudaStep(chosen, scores, self._device.record(), watches, expected)
 
-    def _leave_stage(self, stages: DeviceStages, step: AssembledStep, chosen: ChosenTokens) -> None:
+    def _leave_stage(self, stages: Stages, step: AssembledStep, chosen: ChosenTokens) -> None:
         """Hands on what this stage made of a step."""
+        num_ids = max((slot.row + 1 for slot in chosen.device_slots), default=0)
         if not stages.is_last:
             stages.leave(self._number, self.model.buffers(step.shape.num_rows))
-        elif chosen.device_slots:
-            num_rows = max(slot.row for slot in chosen.device_slots) + 1
-            stages.return_ids(self._number, self._choosers[step.lane].ids[:num_rows])
+            if stages.is_first and num_ids:
+                stages.expect_ids(self._number, num_ids)
+        elif num_ids:
+            stages.return_ids(self._number, self._choosers[step.lane].ids[:num_ids])
 
     def _watch_ranks(self) -> tuple[RankWatch, ...]:
         """Returns what tells, once the stream got here, whether all other ranks did their part."""

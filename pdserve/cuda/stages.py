@@ -16,6 +16,7 @@ Letters: M rows, E hidden.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from torch import Tensor
 from pdserve.cuda.device import Device
 from pdserve.cuda.tensor_ranks import MemoryKind, RankWatch, SharedMemory, share_device_memory
 from pdserve.cuda.workspace import RowBuffers
-from pdserve.errors import ConfigError
 from pdserve.kernels.stage_flags import await_flag, raise_flag
 from pdserve.layers.parallel import Shard
 from pdserve.rank.exchange import RankExchange
@@ -76,6 +76,52 @@ class StageRoom:
         return FLAG_BYTES + _aligned(self.ids_bytes) + self.activation_bytes
 
 
+class Stages(Protocol):
+    """A rank's place in a pipeline. All stages launch the same steps in the same order."""
+
+    room: StageRoom
+    is_first: bool
+    is_last: bool
+    is_leader: bool
+    is_sampler: bool
+    """Whether this rank's host tells the leader's what was sampled."""
+
+    @property
+    def ids(self) -> Tensor:
+        """What recent steps sampled, int32, on stage 0: `AwaitedIds` says where."""
+        ...
+
+    def enter(self, number: int, awaited: int | None, buffers: RowBuffers) -> None:
+        """Lets the device wait for what a step needs, and takes activations of the stage before.
+
+        Args:
+            number: of the step, counted from 1 on.
+            awaited: the last step whose tokens it awaits.
+            buffers: of the step's rows, padding included.
+        """
+        ...
+
+    def leave(self, number: int, buffers: RowBuffers) -> None:
+        """Gives activations to the stage behind; not called on the last one."""
+        ...
+
+    def return_ids(self, number: int, ids: Tensor) -> None:
+        """Gives what the last stage sampled to stage 0; the rows are those of the step."""
+        ...
+
+    def expect_ids(self, number: int, num_rows: int) -> None:
+        """Says on stage 0 that the last one will return so many rows of ids."""
+        ...
+
+    def watch(self, number: int) -> RankWatch:
+        """Returns what says, once the stream got here, whether a stage was missed until here."""
+        ...
+
+    def close(self) -> None:
+        """Gives up what joins the stages."""
+        ...
+
+
 class _StageMemory:
     """The parts of one stage's memory."""
 
@@ -98,7 +144,7 @@ class _StageMemory:
 
 
 class DeviceStages:
-    """This rank's place in a pipeline. All stages launch the same steps in the same order."""
+    """This rank's place in a pipeline within a host; see `Stages`."""
 
     def __init__(
         self,
@@ -115,7 +161,6 @@ class DeviceStages:
         self.is_last = shard.is_last_stage
         self.is_leader = shard.part.rank == 0
         self.is_sampler = shard.is_last_stage and shard.part.tensor_rank == 0
-        """Whether this rank's host tells the leader's what was sampled."""
         self._own = own
         self._behind = behind
         self._failed = device.zeros((1,), torch.int32)
@@ -130,13 +175,7 @@ class DeviceStages:
         return self._own.ids.flatten()
 
     def enter(self, number: int, awaited: int | None, buffers: RowBuffers) -> None:
-        """Lets the device wait for what a step needs, and takes activations of the stage before.
-
-        Args:
-            number: of the step, counted from 1 on.
-            awaited: the last step whose tokens it awaits.
-            buffers: of the step's rows, padding included.
-        """
+        """Lets the device wait for what a step needs; see `Stages`."""
         if not self.is_first:
             await_flag(self._own.activations_flag, number, self._failed, self._max_polls)
             residual, normed = self._place(self._own, number, buffers)
@@ -157,6 +196,9 @@ class DeviceStages:
         row = self._behind.ids[number % self.room.num_id_rows]
         row[: ids.shape[0]].copy_(ids, non_blocking=True)
         raise_flag(self._behind.ids_flag, number)
+
+    def expect_ids(self, number: int, num_rows: int) -> None:
+        """Nothing to do: the last stage writes them here."""
 
     def watch(self, number: int) -> RankWatch:
         """Returns what says, once the stream got here, whether a stage was missed until here."""
@@ -187,6 +229,8 @@ def connect_device_stages(
 ) -> DeviceStages:
     """Allocates this stage's memory and opens that of the one behind. Called by all ranks.
 
+    They are in one host.
+
     Args:
         exchange: of all ranks.
         shard: of this rank; it speaks with those of the same number in other stages.
@@ -194,11 +238,7 @@ def connect_device_stages(
         device: of this rank.
         kind: how memory is shared; None: between GPUs.
         max_polls: how long a stage is waited for.
-
-    Raises:
-        ConfigError: the ranks are not in one host.
     """
-    _check_host(exchange)
     kind = kind or share_device_memory(device.torch_device)
     own, handle = kind.allocate(room.num_bytes)
     handles = exchange.exchange("stages", handle)
@@ -210,12 +250,10 @@ def connect_device_stages(
     )
 
 
-def _check_host(exchange: RankExchange) -> None:
+def count_hosts(exchange: RankExchange) -> int:
+    """Returns over how many hosts the ranks are; called by all of them."""
     hosts: Sequence[bytes] = exchange.exchange("hosts", _BOOT_ID.read_bytes().strip())
-    if len(set(hosts)) > 1:
-        raise ConfigError(
-            f"device cuda needs all stages of a replica in one host, got {len(set(hosts))} hosts"
-        )
+    return len(set(hosts))
 
 
 def _aligned(num_bytes: int) -> int:

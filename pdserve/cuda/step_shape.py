@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 PROMPT_BUCKETS = (64, 128, 256, 512)
 """Rows of graphs for prompts. Behind 512 rows the device is slower than the launches."""
+ROWS_PER_RANK = 1024
+ROWS_APART = 256
+"""Of tensor ranks, each of which computes a share of a row and launches as much: their graphs go on
+to so many rows a rank, this far apart. A step is as slow as the slowest of all ranks' hosts."""
 GRAPH_PROMPTS = 8
 """Most sequences in them."""
 
@@ -61,10 +65,21 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in wanted if size < max_num_seqs), max_num_seqs)
 
 
-def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
+def prompt_buckets(tensor_parallel: int) -> tuple[int, ...]:
+    """Returns the rows of graphs for prompts."""
+    if tensor_parallel == 1:
+        return PROMPT_BUCKETS
+    longest = ROWS_PER_RANK * tensor_parallel
+    return (*PROMPT_BUCKETS, *range(PROMPT_BUCKETS[-1] + ROWS_APART, longest + 1, ROWS_APART))
+
+
+def graph_shapes(
+    max_num_seqs: int, max_num_batched_tokens: int, tensor_parallel: int = 1
+) -> tuple[StepShape, ...]:
     """Returns every shape to capture, the largest first: the others fit in its memory."""
     num_prompts = min(GRAPH_PROMPTS, max_num_seqs)
-    rows_wanted = (rows for rows in PROMPT_BUCKETS if rows <= max_num_batched_tokens)
+    buckets = prompt_buckets(tensor_parallel)
+    rows_wanted = (rows for rows in buckets if rows <= max_num_batched_tokens)
     prompts = [
         prompt_shape(rows, num_prompts, has_long_context=is_long)
         for rows in rows_wanted

@@ -52,7 +52,10 @@ def send_block(
     return bits
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "max_columns", "least_columns"])
+@triton.jit(
+    # num_longer: a 1 would be a Python number, which has no `to`
+    do_not_specialize=["num_rows", "num_columns", "max_columns", "least_columns", "num_longer"]
+)
 def gather_kernel(
     x_ptr,
     out_ptr,

@@ -1,10 +1,16 @@
 """A kernel that is launched again and again with arguments of the same kinds."""
 
+import threading
+
 import triton
 from torch import Tensor
 
 Argument = Tensor | int | float
 Constant = int | bool
+
+
+_LOADING = threading.Lock()
+"""Of two threads that load one kernel, Triton 3.6 lets the second go on with nothing loaded."""
 
 
 class FixedLaunch:
@@ -37,9 +43,15 @@ class FixedLaunch:
             options = {**self._constants, "num_warps": self._num_warps}
             self._kernel[(num_programs,)](*arguments, **options)
             return
-        if self._compiled is None:
-            self._compiled = self._kernel.warmup(
+        compiled = self._compiled or self._compile(arguments)
+        addresses = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
+        compiled[(num_programs, 1, 1)](*addresses, *self._values, stream=stream)
+
+    def _compile(self, arguments: tuple[Argument, ...]) -> triton.compiler.CompiledKernel:
+        with _LOADING:
+            compiled = self._kernel.warmup(
                 *arguments, grid=(1,), num_warps=self._num_warps, **self._constants
             )
-        addresses = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
-        self._compiled[(num_programs, 1, 1)](*addresses, *self._values, stream=stream)
+            compiled[(1, 1, 1)]  # loads it
+            self._compiled = compiled
+        return compiled

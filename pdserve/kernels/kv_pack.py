@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.cache.kv_frame import MAX_SCALED, PER_SCALED
 from pdserve.kernels.fixed_launch import FixedLaunch
 
 SUM_WORDS = 2
 """int64, of each program."""
-MAX_FP8 = 448.0
 _TILE_WORDS = 4096
 _NUM_WARPS = 8
 _SIZES = ["offset", "num_tokens", "num_rows", "num_words"]
@@ -80,13 +80,13 @@ def copy_rows_kernel(
         if IS_GATHER:
             data = tl.load(block_at, mask=is_inside, other=0)
             tl.store(frame_at, data, mask=is_inside)
-            if HAS_CHECKSUM:
-                index = rows[:, None] * row_words + words
-                total += data
-                weighted += data * (2 * index + 1)
         else:
             data = tl.load(frame_at, mask=is_inside, other=0)
             tl.store(block_at, data, mask=is_inside)
+        if HAS_CHECKSUM:
+            index = rows[:, None] * row_words + words
+            total += data
+            weighted += data * (2 * index + 1)
     if HAS_CHECKSUM:
         plain = tl.sum(total.to(tl.int64), axis=1)
         _store_sums(sums_ptr, plain, tl.sum(weighted.to(tl.int64), axis=1))
@@ -108,6 +108,7 @@ def convert_rows_kernel(
     slot_stride,
     head_stride,
     max_value,
+    per_value,
     IS_GATHER: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -133,7 +134,8 @@ def convert_rows_kernel(
             data = tl.load(block_at, mask=is_inside, other=0).to(tl.float32)
             if HAS_SCALES:
                 largest = tl.max(tl.abs(data), axis=1)
-                scale = tl.where(largest > 0, tl.div_rn(largest, max_value), 1.0)
+                scale = largest * per_value
+                scale = tl.where(scale > 0, scale, 1.0)
                 tl.store(scales_ptr + rows, scale, mask=is_row)
                 # Division may round to just above the largest value, which would become NaN.
                 data = tl.clamp(tl.div_rn(data, scale[:, None]), -max_value, max_value)
@@ -200,18 +202,29 @@ class FramePacker:
         Returns:
             How many rows of `sums` are written.
         """
-        if self._is_copy:
-            launch = self._gathering if sums is None else self._summed_gathering
-            return self._copy(launch, block_ids, tokens, frame, sums, stream)
-        self._convert(self._gathering, block_ids, tokens, frame, stream)
-        return 0 if sums is None else self._summing.add_up(frame, sums, stream)
+        return self._move(block_ids, tokens, frame, sums, stream, is_gather=True)
 
-    def scatter(self, block_ids: Tensor, tokens: range, frame: Tensor, stream: int) -> None:
+    def scatter(
+        self, block_ids: Tensor, tokens: range, frame: Tensor, sums: Tensor | None, stream: int
+    ) -> int:
         """Launches the writing of a frame's values to their blocks, all different; see `gather`."""
+        return self._move(block_ids, tokens, frame, sums, stream, is_gather=False)
+
+    def _move(
+        self,
+        block_ids: Tensor,
+        tokens: range,
+        frame: Tensor,
+        sums: Tensor | None,
+        stream: int,
+        *,
+        is_gather: bool,
+    ) -> int:
+        launch = self._launches[is_gather, sums is not None and self._is_copy]
         if self._is_copy:
-            self._copy(self._scattering, block_ids, tokens, frame, None, stream)
-        else:
-            self._convert(self._scattering, block_ids, tokens, frame, stream)
+            return self._copy(launch, block_ids, tokens, frame, sums, stream)
+        self._convert(launch, block_ids, tokens, frame, stream)
+        return 0 if sums is None else self._summing.add_up(frame, sums, stream)
 
     def _prepare_copying(self) -> None:
         values = self._values
@@ -232,9 +245,11 @@ class FramePacker:
             }
             return FixedLaunch(copy_rows_kernel, constants, _NUM_WARPS)
 
-        self._gathering = launch_of(is_gather=True, has_checksum=False)
-        self._summed_gathering = launch_of(is_gather=True, has_checksum=True)
-        self._scattering = launch_of(is_gather=False, has_checksum=False)
+        self._launches = {
+            (is_gather, has_checksum): launch_of(is_gather=is_gather, has_checksum=has_checksum)
+            for is_gather in (True, False)
+            for has_checksum in (True, False)
+        }
 
     def _prepare_converting(self) -> None:
         values = self._values
@@ -252,7 +267,7 @@ class FramePacker:
             }
             return FixedLaunch(convert_rows_kernel, constants, _NUM_CONVERTING_WARPS)
 
-        self._gathering, self._scattering = launch_of(is_gather=True), launch_of(is_gather=False)
+        self._launches = {(one, False): launch_of(is_gather=one) for one in (True, False)}
 
     def _copy(
         self,
@@ -301,7 +316,8 @@ class FramePacker:
             num_heads,
             head_dim,
             *self._strides,
-            MAX_FP8,
+            MAX_SCALED,
+            PER_SCALED,
         )
 
 

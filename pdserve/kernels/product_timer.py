@@ -16,7 +16,7 @@ from pdserve.kernels.product_cache import kernel_version, read_table, table_path
 from pdserve.kernels.product_choices import ProductDevice
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import LayerShape, ProductTable, measure_table
-from pdserve.kernels.small_product import small_product
+from pdserve.kernels.small_product import compile_product, small_product
 
 MAX_LAUNCHES = 16
 TORCH_MARGIN = 0.03  # what dependent launch saves around a product, of a chain on an H200
@@ -112,14 +112,13 @@ class ProductTimer:
         self._use_pdl = use_pdl
 
     def compile(self, wanted: Iterable[tuple[LayerShape, int, ProductPlan]]) -> None:
-        """Compiles kernels side by side, by launching each; Triton keeps them on disk."""
+        """Compiles kernels side by side; Triton keeps them on disk."""
         items = list(wanted)
-        # The first launch of a kernel sets up what all its variants share: not side by side.
+        # The first call of a kernel sets up what all its variants share: not side by side.
         for item in {plan.kernel: (shape, rows, plan) for shape, rows, plan in items}.values():
-            self._launch_once(item)
+            self._compile_one(item)
         with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
-            list(pool.map(self._launch_once, items))
-        torch.cuda.synchronize()
+            list(pool.map(self._compile_one, items))
 
     def __call__(self, shape: LayerShape, num_rows: int, plan: ProductPlan | None) -> float:
         """Returns microseconds of a product and of the small kernel that reads its result."""
@@ -157,12 +156,12 @@ class ProductTimer:
         else:
             torch.mm(x_MK, weight_NK.T, out_dtype=out_SMN.dtype, out=out_SMN[0])
 
-    def _launch_once(self, item: tuple[LayerShape, int, ProductPlan]) -> None:
+    def _compile_one(self, item: tuple[LayerShape, int, ProductPlan]) -> None:
         shape, num_rows, plan = item
         weight = self._weights[shape][0]
-        x = torch.zeros(num_rows, shape.num_inputs, device=weight.device, dtype=weight.dtype)
+        x = torch.empty(num_rows, shape.num_inputs, device=weight.device, dtype=weight.dtype)
         out = self._make_out(shape, num_rows, plan)
-        self._multiply(x, weight, out, plan)
+        compile_product(x, weight, out, plan, use_pdl=self._use_pdl)
 
 
 def make_product_table(

@@ -6,6 +6,7 @@ up in the order of S, without atomics. A row's result depends on the plan, never
 rows. On Hopper the streamed kernel of `streamed_product` does the work.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -147,6 +148,16 @@ def _tiled_product_kernel(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A kernel with all that it is launched with."""
+
+    kernel: Any
+    num_programs: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
 def small_product(
     x_MK: Tensor,
     weight_NK: Tensor,
@@ -168,10 +179,34 @@ def small_product(
     Raises:
         ValueError: shapes, strides or dtypes do not go together, or the plan does not fit them.
     """
+    found = _prepare(x_MK, weight_NK, out_SMN, plan, use_pdl)
+    found.kernel[(found.num_programs,)](*found.arguments, **found.options)
+
+
+def compile_product(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    out_SMN: Tensor,
+    plan: ProductPlan,
+    *,
+    use_pdl: bool = False,
+) -> None:
+    """Compiles what `small_product` would launch. Several threads may, unlike the first launch.
+
+    Triton 3.6 loads what launches a kernel as an extension module of one name. A second load from
+    the same file returns the module that is there, changed: a thread that loads beside another one
+    may take the launcher of the other's kernel.
+    """
+    found = _prepare(x_MK, weight_NK, out_SMN, plan, use_pdl)
+    found.kernel.warmup(*found.arguments, grid=(found.num_programs,), **found.options)
+
+
+def _prepare(
+    x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan, use_pdl: bool
+) -> _Launch:
     _check(x_MK, weight_NK, out_SMN, plan)
     if plan.kernel == "streamed":
-        _launch_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl)
-        return
+        return _prepare_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl)
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
     num_n_tiles = triton.cdiv(num_outputs, plan.block_n)
@@ -193,15 +228,13 @@ def small_product(
         triton.cdiv(num_inputs, plan.block_k),
     )
     if plan.kernel == "row":
-        _row_product_kernel[(num_n_tiles * plan.num_splits,)](
-            x_MK,
-            weight_NK,
-            out_SMN,
-            *sizes,
-            BLOCK_M=pad_rows(num_rows, 1, MAX_ROW_KERNEL_ROWS),
-            **shared,
+        shared["BLOCK_M"] = pad_rows(num_rows, 1, MAX_ROW_KERNEL_ROWS)
+        return _Launch(
+            _row_product_kernel,
+            num_n_tiles * plan.num_splits,
+            (x_MK, weight_NK, out_SMN, *sizes),
+            shared,
         )
-        return
     block_m = pad_rows(num_rows, 16, MAX_TILED_ROWS)
     num_m_tiles = triton.cdiv(num_rows, block_m)
     shared["num_warps"] = max(plan.num_warps, plan.block_n * block_m // (32 * 64))
@@ -210,18 +243,22 @@ def small_product(
         limit = utils.get_device_properties(x_MK.device.index)["max_shared_mem"]
         stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
         shared["num_stages"] = max(1, min(plan.num_stages, limit // stage_bytes))
-    _tiled_product_kernel[(num_n_tiles * plan.num_splits * num_m_tiles,)](
-        x_MK, weight_NK, out_SMN, *sizes, num_m_tiles, BLOCK_M=block_m, **shared
+    shared["BLOCK_M"] = block_m
+    return _Launch(
+        _tiled_product_kernel,
+        num_n_tiles * plan.num_splits * num_m_tiles,
+        (x_MK, weight_NK, out_SMN, *sizes, num_m_tiles),
+        shared,
     )
 
 
-def _launch_streamed(
+def _prepare_streamed(
     x_MK: Tensor,
     weight_NK: Tensor,
     out_SMN: Tensor,
     plan: ProductPlan,
     use_pdl: bool,
-) -> None:
+) -> _Launch:
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
     max_sums = 32 * MAX_STREAMED_WARPS * MAX_SUMS_PER_THREAD
@@ -240,7 +277,7 @@ def _launch_streamed(
         out_SMN, plan, block_m, num_stages
     )
     x_desc = describe_rows(x_MK, block_m, plan.block_k)
-    streamed_product_kernel[(num_programs,)](
+    arguments = (
         describe_weights(weight_NK, plan.block_n, plan.block_k),
         x_desc,
         describe_result(out_SMN, block_m, plan.block_n) if has_bulk_store else x_desc,
@@ -251,15 +288,18 @@ def _launch_streamed(
         triton.cdiv(num_inputs, plan.block_k),
         num_m_tiles,
         num_units,
-        BLOCK_N=plan.block_n,
-        BLOCK_M=block_m,
-        BLOCK_K=plan.block_k,
-        NUM_STAGES=num_stages,
-        HAS_BULK_STORE=has_bulk_store,
-        USE_PDL=use_pdl,
-        num_warps=num_warps,
-        launch_pdl=use_pdl,
     )
+    options = {
+        "BLOCK_N": plan.block_n,
+        "BLOCK_M": block_m,
+        "BLOCK_K": plan.block_k,
+        "NUM_STAGES": num_stages,
+        "HAS_BULK_STORE": has_bulk_store,
+        "USE_PDL": use_pdl,
+        "num_warps": num_warps,
+        "launch_pdl": use_pdl,
+    }
+    return _Launch(streamed_product_kernel, num_programs, arguments, options)
 
 
 def _check(x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan) -> None:

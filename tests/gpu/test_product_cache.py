@@ -1,32 +1,33 @@
-"""A second start on the same device measures no product."""
+"""Later starts on the same device: nothing is measured twice, and what is on disk fits."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-import torch
 
-from pdserve.kernels import product_timer
-from pdserve.kernels.product_table import LayerShape, ProductTable
-from pdserve.kernels.product_timer import make_product_table
+def start(folder: Path, *, must_measure: bool) -> dict[str, object]:
+    """Starts as an engine does, with kernels and tables of earlier starts; returns its table."""
+    word = "measure" if must_measure else "read"
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.product_start", str(folder / "tables"), word],
+        env={**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    table: dict[str, object] = json.loads(found.stdout)
+    return table
 
 
-def test_a_table_is_measured_once_and_read_from_then_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = LayerShape(num_outputs=320, num_inputs=256)
-    weights = {shape: [torch.randn(320, 256, device="cuda", dtype=torch.bfloat16)]}
-    use_pdl = torch.cuda.get_device_capability() >= (9, 0)
-
-    def make() -> ProductTable:
-        return make_product_table(weights, use_pdl=use_pdl, cache=tmp_path, is_deterministic=False)
-
-    measured = make()
-    assert len(list(tmp_path.iterdir())) == 1
-
-    def refuse(*arguments: object, **settings: object) -> None:
-        raise AssertionError("timed again")
-
-    monkeypatch.setattr(product_timer, "ProductTimer", refuse)
-    assert make() == measured
-    with pytest.raises(AssertionError, match="timed again"):
-        make_product_table(weights, use_pdl=not use_pdl, cache=tmp_path, is_deterministic=False)
+def test_a_second_process_measures_nothing_and_computes_with_every_kernel(tmp_path: Path) -> None:
+    measured = start(tmp_path, must_measure=True)
+    assert len(list((tmp_path / "tables").iterdir())) == 1
+    assert start(tmp_path, must_measure=False) == measured
+    # Without a table all kernels are compiled side by side, this time in no time.
+    for file in (tmp_path / "tables").iterdir():
+        file.unlink()
+    start(tmp_path, must_measure=True)

@@ -22,6 +22,7 @@ from pdserve.cuda.backend import make_parts, make_runner
 from pdserve.cuda.device import Device
 from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.tensor_ranks import share_files
+from pdserve.cuda.wires import MakeWires, connect_nccl_wires
 from pdserve.engine.step_codec import PlanDecoder
 from pdserve.models.folder import geometry_of
 from pdserve.rank.exchange import RankExchange
@@ -35,14 +36,20 @@ from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 from pdserve.rpc.v1 import rank_pb2
 from pdserve.timeline import MonotonicClock
 from tests.support.cuda_engine import make_job
+from tests.support.socket_wires import socket_wires
 
 TIMEOUT_S = 60.0
+FAR = "+far"
 
 
 def make_rank(
     engine: EngineConfig, rank: int, meeting_folder: Path, num_blocks: int, device: str
 ) -> CudaRunner:
-    """Makes the runner of one rank; all must do so at once."""
+    """Makes the runner of one rank; all must do so at once.
+
+    A device whose name ends with `FAR` has its stages joined as if they were on several hosts.
+    """
+    device, *far = device.split(FAR)
     folder = Path(engine.model)
     job = make_job(folder, engine)
     geometry = geometry_of(job.model, engine)
@@ -56,7 +63,17 @@ def make_rank(
     )
     place = Device(torch.device(device))
     kind = None if place.is_cuda else share_files(meeting_folder, f"ring-{rank}")
-    parts = make_parts(job, place, MonotonicClock(), lambda name, seconds, detail: None, kind)
+    wires: MakeWires | None = None
+    if far:
+        wires = connect_nccl_wires if place.is_cuda else socket_wires(meeting_folder)
+    parts = make_parts(
+        job,
+        place,
+        MonotonicClock(),
+        lambda name, seconds, detail: None,
+        kind,
+        make_wires=wires,
+    )
     kv = KvTensors(geometry, num_blocks, job.part, place.torch_device)
     runner = make_runner(job, parts, kv)
     if parts.shapes:
@@ -131,6 +148,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "cpu" in sys.argv:
+    if any(word.startswith("cpu") for word in sys.argv):
         from tests.unit.kernels import conftest  # noqa: F401  mends the interpreter
     main()

@@ -14,6 +14,7 @@ from torch import Tensor
 from decode_worker.engine import DecodeEngine
 from decode_worker.rank import build_engine as build_decode
 from kv_transfer.events import FrameLanded, FrameSent, LinkId, TokensTold
+from kv_transfer.expected_frames import ExpectedFrames
 from kv_transfer.protocol import LinkEndpoint, SampledAhead
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from pdserve.cache.kv_region import KvRegion
@@ -129,6 +130,12 @@ class MemoryLinks:
 
     def payload(self, landed: FrameLanded) -> Tensor:
         return self.slots[landed.slot]
+
+    def expect(self, expected: ExpectedFrames) -> None:
+        pass
+
+    def withdraw(self, reservation_id: ReservationId) -> None:
+        pass
 
     def release_slot(self, landed: FrameLanded, after: object = None) -> None:
         del self.slots[landed.slot]

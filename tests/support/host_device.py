@@ -133,6 +133,10 @@ class HostLane:
     def gather_to_host(self, region: KvRegion, frame: Tensor) -> None:
         self.gather(region, frame, has_sum=False)
 
+    def scatter(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> HostSum | None:
+        self._launch(lambda: self._kv.scatter(region, frame))
+        return self.add_up(frame) if has_sum else None
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         self._launch(lambda: target.copy_(source))
 

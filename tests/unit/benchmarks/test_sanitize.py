@@ -5,8 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.kernels.sanitize import Verdict, count_found, inspect, report
+from benchmarks.kernels.sanitize_calls import attend
+from pdserve.kernels.decode_attention import DecodeTuning
+from tests.unit.kernels import conftest  # noqa: F401  mends the interpreter
 
 CLEAN = Verdict(
     name="norm", tool="memcheck", has_ended=True, num_found=0, seconds=1.0, output="norm: done"
@@ -56,3 +60,8 @@ def test_a_program_that_stops_half_way_is_not_clean(
     verdict = inspect(tool, "memcheck", "norm", ["python", "-c", f"print({word!r})"])
     assert verdict.num_found == 0
     assert verdict.is_clean is is_clean
+
+
+def test_decode_attention_is_called_as_its_launchers_want_it() -> None:
+    attend(16, torch.float32, (3, 0), tuning=DecodeTuning())
+    attend(16, torch.float32, (17,), queries=2, window=9, soft_cap=20.0)

@@ -46,6 +46,13 @@ def test_fp8_never_turns_the_largest_value_into_nan() -> None:
         assert bool(torch.isfinite(decode_values(encode_values(values, "fp8"), SHAPE, "fp8")).all())
 
 
+@pytest.mark.parametrize("value", [1e-40, 1e-44])
+def test_fp8_of_values_next_to_nothing_stays_next_to_nothing(value: float) -> None:
+    values = torch.tensor([[value, -value, 0.0, value]])
+    back = decode_values(encode_values(values, "fp8"), (1, 4), "fp8")
+    assert bool((back - values).abs().max() <= 2e-42)
+
+
 def test_scales_lie_on_whole_words_for_odd_heads() -> None:
     values = torch.randn(1, 2, 1, 1, 3, generator=torch.Generator().manual_seed(1))
     frame = encode_values(values, "fp8")

@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from pdserve.cache import block_hash
 from pdserve.cache.block_hash import BlockHash, HashChain
 from pdserve.cache.block_pool import BlockPool, NoFreeBlocks
 from pdserve.cache.prefix_cache import BlockTable, PrefixCache
@@ -189,3 +190,19 @@ def test_a_table_is_one_and_the_same_tuple_until_it_changes():
     seen.append(table.snapshot())
     assert [len(blocks) for blocks in seen] == [2, 3, 3, 0]
     assert seen[1][1] != seen[2][1]
+
+
+def test_a_prompt_of_which_nothing_is_cached_is_hashed_no_further_than_its_first_block(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made: list[bytes] = []
+    make = block_hash._hash_content
+    monkeypatch.setattr(
+        block_hash, "_hash_content", lambda *fields: made.append(fields[1]) or make(*fields)
+    )
+    cache, chain = PrefixCache(BlockPool(8)), chain_of(*range(10))
+    table = compute(cache, chain_of(7, 8))
+    made.clear()
+    assert cache.find(chain, 5).block_ids == ()
+    assert len(made) == 1
+    cache.close(table)

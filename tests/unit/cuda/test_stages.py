@@ -53,6 +53,19 @@ def test_stages_give_the_cpus_tokens(
     assert made == expected
 
 
+def test_stages_joined_by_wires_give_the_cpus_tokens(
+    tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    engine = settings(tiny_llama_folder, 2)
+    whole = replace(engine, pipeline_parallel=1)
+    theirs = generation.make_runner(load_model(tiny_llama_folder, whole), whole, 8)
+    request = generation.make_request(PROMPT)
+    expected = generation.generate(theirs, request, 3, BLOCKS, chunk_tokens=16)
+    with device_ranks(engine, tmp_path / "meeting", 8, "cpu+far") as (runner, _):
+        made = generation.generate(runner, request, 3, BLOCKS, chunk_tokens=16)
+    assert made == expected
+
+
 def test_stages_of_two_ranks_each_give_the_cpus_tokens(tmp_path: Path) -> None:
     folder = make_tiny(
         tmp_path / "model",

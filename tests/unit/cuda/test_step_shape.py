@@ -36,6 +36,16 @@ def test_a_step_larger_than_all_graphs_is_computed_as_it_is() -> None:
     assert CHOOSER.choose(prompt_shape(513, 1)) is None
 
 
+def test_ranks_that_share_rows_capture_longer_prompts_with_little_padding() -> None:
+    shapes = graph_shapes(256, 8192, tensor_parallel=2)
+    chooser = ShapeChooser(shapes)
+    assert max(shape.num_rows for shape in shapes) == 2048
+    assert chooser.choose(prompt_shape(2048, 1)) == prompt_shape(2048, 8)
+    assert chooser.choose(prompt_shape(1300, 2)) == prompt_shape(1536, 8)
+    assert chooser.choose(prompt_shape(2049, 1)) is None
+    assert max(shape.num_rows for shape in graph_shapes(256, 1000, tensor_parallel=4)) == 768
+
+
 def test_few_short_prompts_share_a_graph() -> None:
     exact = StepShape(
         num_decode=0, num_prompt_rows=100, num_prompts=3, num_samples=2, max_query_tokens=60

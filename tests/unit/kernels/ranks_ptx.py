@@ -21,9 +21,22 @@ SUMS = {"RANK": 0, "NUM_RANKS": 2, "NUM_SPLITS": 4, "HAS_RESIDUAL": True, "IS_NA
 SUMS |= {"BLOCK_E": 4096, "USE_PDL": True}
 
 
-def compile_kernel(kernel: object, types: dict[str, object], constants: dict[str, object]) -> str:
-    """Returns the PTX, after ptxas has accepted it."""
+def compile_kernel(
+    kernel: object,
+    types: dict[str, object],
+    constants: dict[str, object],
+    *,
+    of_ones: bool = False,
+) -> str:
+    """Returns the PTX, after ptxas has accepted it.
+
+    `of_ones`: all whole numbers are 1, which Triton compiles in where it may.
+    """
     names = kernel.arg_names  # type: ignore[attr-defined]  # of a function of Triton's
+    if of_ones:
+        fixed = kernel.do_not_specialize  # type: ignore[attr-defined]
+        plain = (one for one in names if one not in types and not one.endswith("_ptr"))
+        constants = {**dict.fromkeys((one for one in plain if one not in fixed), 1), **constants}
     signature: dict[str, object] = {}
     places: dict[tuple[int, ...], object] = {}
     attributes: dict[tuple[int, ...], object] = {}
@@ -67,11 +80,15 @@ def main() -> None:
         "two shots": compile_kernel(
             two_shot_norm_kernel, {**sums, "rings": ("*i16",) * 4}, {**SUMS, "NUM_RANKS": 4}
         ),
-        "gather": compile_kernel(
-            gather_kernel,
-            {"rings": ("*i32", "*i32")},
-            {"RANK": 1, "NUM_RANKS": 2, "BLOCK": 2048, "USE_PDL": True},
-        ),
+        **{
+            name: compile_kernel(
+                gather_kernel,
+                {"rings": ("*i32", "*i32")},
+                {"RANK": 1, "NUM_RANKS": 2, "BLOCK": 2048, "USE_PDL": True},
+                of_ones=of_ones,
+            )
+            for name, of_ones in (("gather", False), ("gather of ones", True))
+        },
         "choice": compile_kernel(choose_in_share_kernel, choice, {**flags, "BLOCK": 2048}),
         "join": compile_kernel(join_shares_kernel, choice, {**flags, "BLOCK_CHUNKS": 64}),
     }

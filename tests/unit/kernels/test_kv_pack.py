@@ -53,8 +53,12 @@ def gathered(kv: KvTensors, region: KvRegion, num_programs: int) -> tuple[Tensor
     return frame, value_of(sums[:count])
 
 
-def scatter(kv: KvTensors, region: KvRegion, frame: Tensor) -> None:
-    packer_of(kv, region, 3).scatter(ids_of(region), tokens_of(region), frame, NO_STREAM)
+def scatter(kv: KvTensors, region: KvRegion, frame: Tensor) -> int:
+    """Returns the checksum of what was written."""
+    sums = make_sums(3)
+    ids, tokens = ids_of(region), tokens_of(region)
+    count = packer_of(kv, region, 3).scatter(ids, tokens, frame, sums, NO_STREAM)
+    return value_of(sums[:count])
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -75,7 +79,7 @@ def test_a_frame_is_scattered_to_its_slots_alone(name: str, dtype: str) -> None:
     source, region = fill(KvTensors(geometry, 10), 1), region_of(name, dtype)
     mine, expected = fill(KvTensors(geometry, 10), 2), fill(KvTensors(geometry, 10), 2)
     frame = source.pack(region)
-    scatter(mine, region, frame)
+    assert scatter(mine, region, frame) == HostSum(frame).value()
     expected.scatter(region, frame)
     for layer in range(3):
         for one, other in zip(mine.layer(layer), expected.layer(layer), strict=True):

@@ -30,7 +30,9 @@ def test_sums_poll_and_send_sixteen_bytes_at_a_time(assemblies: dict[str, str], 
     assert "st.global.v4.b32" in code
 
 
-@pytest.mark.parametrize("name", ["one row", "many rows", "two shots", "gather", "choice", "join"])
+@pytest.mark.parametrize(
+    "name", ["one row", "many rows", "two shots", "gather", "gather of ones", "choice", "join"]
+)
 def test_every_kernel_of_ranks_compiles_and_waits_for_the_one_before(
     assemblies: dict[str, str], name: str
 ) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pdserve.kernels.product_plan import KernelName, ProductPlan
-from pdserve.kernels.small_product import small_product
+from pdserve.kernels.small_product import compile_product, small_product
 
 
 def make_plan(kernel: KernelName, num_splits: int, block_k: int = 32) -> ProductPlan:
@@ -55,6 +55,16 @@ def test_partial_sums_add_up_to_the_product(
     out = multiply(x, weight, make_plan(kernel, num_splits))
     expected = x.double() @ weight.double().T
     assert (out.double().sum(0) - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("kernel", ["row", "tiled"])
+def test_what_is_only_compiled_computes_nothing(kernel: KernelName) -> None:
+    x, weight = make_operands(2, 16, 64)
+    out = torch.full((1, 2, 16), torch.nan)
+    compile_product(x, weight, out, make_plan(kernel, 1))
+    assert bool(out.isnan().all())
+    small_product(x, weight, out, make_plan(kernel, 1))
+    assert not bool(out.isnan().any())
 
 
 @pytest.mark.parametrize("kernel", ["row", "tiled"])

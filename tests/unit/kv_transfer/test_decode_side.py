@@ -7,12 +7,13 @@ from kv_transfer.decode_actions import (
     AnswerCommit,
     AnswerReserve,
     DecodeAction,
+    Expect,
     RejectFrame,
     Scatter,
     Start,
 )
 from kv_transfer.decode_side import DecodeHandoffs
-from kv_transfer.events import FrameLanded, LinkId
+from kv_transfer.events import FrameLanded, FramePlaced, LinkId
 from kv_transfer.protocol import (
     Acknowledged,
     Envelope,
@@ -488,3 +489,49 @@ def test_tombstones_do_not_pile_up(decode: DecodeHandoffs, clock: ManualClock) -
     clock.advance(1000.0)
     decode.tick()
     assert len(decode._fences) == 0
+
+
+def placed(index: int, **other: object) -> FramePlaced:
+    one = landed(index)
+    fields = {
+        "link": one.link,
+        "reservation_id": one.reservation_id,
+        "frame_index": index,
+        "num_bytes": one.num_bytes,
+        "is_intact": True,
+    }
+    return FramePlaced(**fields | other)  # type: ignore[arg-type]
+
+
+def test_links_may_write_the_frames_of_a_new_reservation_but_not_twice(
+    decode: DecodeHandoffs,
+) -> None:
+    expect, answer = decode.reserve(1, envelope(), REQUEST)
+    assert isinstance(expect, Expect)
+    assert expect.frames == MANIFEST.frames
+    assert expect.peer == envelope().prefill_incarnation
+    assert decode.reserve(2, envelope(), REQUEST) == [replace(answer, call_id=2)]
+
+
+def test_a_hand_off_starts_when_its_last_frame_is_placed(decode: DecodeHandoffs) -> None:
+    ask(decode)
+    commit(decode)
+    for index in range(NUM_FRAMES - 1):
+        assert decode.frame_placed(placed(index)) == []
+    start, acknowledged = decode.frame_placed(placed(NUM_FRAMES - 1))
+    assert isinstance(start, Start)
+    assert isinstance(acknowledged, AnswerCommit)
+
+
+@pytest.mark.parametrize(
+    "other", [{"is_intact": False}, {"num_bytes": 1}, {"frame_index": NUM_FRAMES}]
+)
+def test_a_placed_frame_with_a_fault_ends_its_hand_off_and_frees_the_blocks_at_once(
+    decode: DecodeHandoffs, reserver: FakeReserver, other: dict[str, object]
+) -> None:
+    ask(decode)
+    commit(decode)
+    assert aborted(decode.frame_placed(placed(0, **other))).reason is RefusalReason.INCOMPATIBLE
+    assert not reserver.held
+    assert decode.counters.frames_rejected == 1
+    assert decode.frame_placed(placed(1)) == [], "it came after the end"

@@ -51,8 +51,8 @@ def test_blocks_of_piece_chains_are_equal_where_their_tokens_are(seed: int):
             for index in range(min(its.num_full_blocks, its_other.num_full_blocks)):
                 is_equal = its.block_hash(index) == its_other.block_hash(index)
                 assert (mine.block_hash(index) == my_other.block_hash(index)) == is_equal
-                same_tokens = its.block_tokens(index) == its_other.block_tokens(index)
-                assert (mine.block_tokens(index) == my_other.block_tokens(index)) == same_tokens
+                same_tokens = its.block_content(index) == its_other.block_content(index)
+                assert (mine.block_content(index) == my_other.block_content(index)) == same_tokens
 
 
 def test_a_fork_grows_by_itself():
