@@ -65,6 +65,7 @@ class Limits:
     max_attempts: int
     max_client_buffer_bytes: int
     call_timeout_s: float
+    submit_timeout_s: float
     no_worker_wait_s: float
     max_local_tokens: int = 0
     """Uncached tokens that a decode worker may prefill while there is a prefill pool."""
@@ -291,7 +292,7 @@ class Recovery:
     ) -> None:
         state, attempt = active.state, wire.request.attempt
         try:
-            await self._pool.link(receiver).submit(wire, self._limits.call_timeout_s)
+            await self._pool.link(receiver).submit(wire, self._limits.submit_timeout_s)
         except PdserveError as error:
             if state.attempt == attempt and state.speaks_for(receiver):
                 self._take_refusal(active, receiver, error)
@@ -336,7 +337,7 @@ class Recovery:
     ) -> None:
         state = active.state
         try:
-            await self._pool.link(prefill).place_decode(wire, self._limits.call_timeout_s)
+            await self._pool.link(prefill).place_decode(wire, self._limits.submit_timeout_s)
         except PdserveError as error:
             is_current = state.attempt == wire.attempt and state.speaks_for(prefill)
             if is_current and state.decode_attempt == wire.decode.decode_attempt:

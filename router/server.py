@@ -158,6 +158,7 @@ class RouterFront:
                 max_attempts=config.max_attempts,
                 max_client_buffer_bytes=config.max_client_buffer_bytes,
                 call_timeout_s=config.call_timeout_s,
+                submit_timeout_s=config.submit_timeout_s,
                 no_worker_wait_s=config.no_worker_wait_s,
                 max_local_tokens=config.local_prefill_tokens,
             ),

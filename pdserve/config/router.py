@@ -43,6 +43,8 @@ class RouterConfig:
     worker_silence_s: float = 3.0
     """A worker whose stream says nothing for this long is dead to this router."""
     call_timeout_s: float = 5.0
+    submit_timeout_s: float = 60.0
+    """A busy worker takes a request between two steps; one that is dead is known by its stream."""
     registry_poll_s: float = 0.25
     pools_may_be_empty: bool = False
     """Healthy without a worker: something starts one when a request waits."""

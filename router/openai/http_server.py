@@ -107,6 +107,19 @@ class _Protocol(H11Protocol):
         self.app = _with_abort(self.app, transport.abort)
         self.loop.call_later(FIRST_REQUEST_TIMEOUT_S, self._reset_if_silent)
 
+    def send_400_response(self, msg: str) -> None:
+        """Says that bytes are no HTTP, unless an answer has begun, and ends the connection.
+
+        The application may be about to answer, when only the body is bad: nothing of it is sent.
+        """
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def _reset_if_silent(self) -> None:
         if self.cycle is None and self.conn.their_state is h11.IDLE:
             self.transport.abort()

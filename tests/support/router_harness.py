@@ -185,6 +185,7 @@ async def run_cluster(
         "registry_poll_s": 0.02,
         "worker_silence_s": 1.5,
         "call_timeout_s": 2.0,
+        "submit_timeout_s": 2.0,
         "no_worker_wait_s": 5.0,
     }
     config = RouterConfig(**{**settings, **over})
