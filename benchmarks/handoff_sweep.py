@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from pdserve.rank.startup import SWITCH_INTERVAL_S
 from pdserve.request import Role, WorkerId
 
 MARK_LAYERS = 4
-NUM_ROUNDS, NUM_LONE = 3, 6
+NUM_ROUNDS, NUM_LONE, NUM_STARTING = 2, 6, 3
 STREAM_S = 0.9
 """About as long is each stream: at 2,048 tokens, 19 prompts."""
 SECONDS_PER_TOKEN = 23e-6
@@ -55,21 +56,24 @@ def layers(count: int, **more: object) -> dict[str, object]:
     return {"frame_layers": count, "layered_from_tokens": 1, **more}
 
 
-SHORT = (512, 768, 1024, 2048)
+SHORT = (512, 768, 1024)
 VARIANTS = (
-    Variant(name="after the step", handoff=layers(ALL_LAYERS), leaves_early=False, lengths=SHORT),
-    Variant(name="32 layers", handoff=layers(ALL_LAYERS), lengths=SHORT),
-    Variant(name="8 layers", handoff=layers(8), lengths=SHORT),
-    Variant(name="8 staged", handoff=layers(8, push_is_staged=True), lengths=SHORT),
-    Variant(name="16 layers", handoff=layers(16)),
+    Variant(name="after the step", handoff=layers(ALL_LAYERS), leaves_early=False),
+    Variant(name="8 layers", handoff=layers(8)),
+    Variant(name="8 staged", handoff=layers(8, push_is_staged=True)),
+    Variant(name="32 layers", handoff=layers(ALL_LAYERS)),
     Variant(name="4 layers", handoff=layers(4)),
     Variant(name="4 staged", handoff=layers(4, push_is_staged=True)),
-    Variant(name="8, 64 programs", handoff=layers(8, pack_programs=64)),
     Variant(name="8, 32 programs", handoff=layers(8, pack_programs=32)),
     Variant(name="8, 16 programs", handoff=layers(8, pack_programs=16)),
+    Variant(name="short, 32", handoff=layers(ALL_LAYERS), lengths=SHORT),
+    Variant(name="short, 8", handoff=layers(8), lengths=SHORT),
+    Variant(name="short, after", handoff=layers(ALL_LAYERS), leaves_early=False, lengths=SHORT),
+    Variant(name="16 layers", handoff=layers(16)),
     Variant(name="8, no sums", handoff=layers(8, has_checksums=False)),
     Variant(name="8, nccl", handoff=layers(8, transports=["nccl"])),
 )
+"""What matters most comes first: time may end."""
 
 
 def settings_of(variant: Variant) -> dict[str, object]:
@@ -202,25 +206,25 @@ def main() -> int:
     failed: list[str] = []
     wanted = None if arguments.variants is None else arguments.variants.split(";")
     variants = [one for one in VARIANTS if wanted is None or one.name in wanted]
-    upcoming = start_decode(variants[0])
-    for index, variant in enumerate(variants):
-        decode = upcoming
+    waiting = deque(variants)
+    started: deque[tuple[Variant, subprocess.Popen[str]]] = deque()
+    while waiting or started:
+        while waiting and len(started) < NUM_STARTING:
+            # One takes longer to start than another to be measured.
+            started.append((waiting[0], start_decode(waiting.popleft())))
+        variant, decode = started.popleft()
         if time.perf_counter() - started_s > arguments.seconds:
             failed.append(f"{variant.name}: no time")
-            break
-        if index + 1 < len(variants):
-            # It takes as long to start as the one before is measured.
-            upcoming = start_decode(variants[index + 1])
-        try:
-            sweep.measure(variant, decode)
-        except Exception:  # noqa: BLE001 - one variant must not cost the others
-            failed.append(variant.name)
-            traceback.print_exc(limit=-4)
+            waiting.clear()
+        else:
+            try:
+                sweep.measure(variant, decode)
+            except Exception:  # noqa: BLE001 - one variant must not cost the others
+                failed.append(variant.name)
+                traceback.print_exc(limit=-4)
         stop(decode)
         found = {"failed": failed, "rows": sweep.rows}
         write_gpu("gpu_handoff_sweep", arguments.out, __doc__, started_s, **found)
-    if upcoming.poll() is None:
-        stop(upcoming)
     return 1 if failed else 0
 
 
