@@ -63,7 +63,8 @@ class DeviceSender:
         self._timeout_s = timeout_s
         self._note_sent = note_sent
         self._lock = threading.Lock()
-        """Held while a frame begins, and while slots come and go."""
+        """Held while frames begin. All else that both threads touch is a deque, to which one adds
+        and from which the other takes."""
         self._flights: deque[Flight] = deque()
         self._num_begun = 0
         self._free_at_s = 0.0
@@ -74,12 +75,18 @@ class DeviceSender:
     def begin(self, max_frames: int) -> bool:
         """Launches the reading of waiting frames, if there is room; says whether there were any.
 
+        Does nothing while the other thread is at it: what that leaves, the link's thread takes in
+        its next turn.
+
         Raises:
             LinkBroken: a frame does not fit.
             DeviceFault: the device failed.
         """
         count = 0
-        with self._lock:
+        # Never waited for: who sleeps for a lock wakes 0.2 ms after it was given back.
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             while count < max_frames and self._route.has_room() and self._queue.has_waiting:
                 if self._packer.delay_s:
                     self._queue.pause(self._packer.delay_s)
@@ -88,6 +95,8 @@ class DeviceSender:
                     break
                 self._launch(frame)
                 count += 1
+        finally:
+            self._lock.release()
         return count > 0
 
     def run(self) -> None:
@@ -163,10 +172,9 @@ class DeviceSender:
             if not flight.awaited.is_reached():
                 break
             is_busy = True
-            with self._lock:
-                flight.awaited, flight.since_s = None, time.monotonic()
-                # The device may have been there since the last look.
-                self._expect(flight, flight.since_s - AWAIT_S)
+            flight.awaited, flight.since_s = None, time.monotonic()
+            # The device may have been there since the last look.
+            self._expect(flight, flight.since_s - AWAIT_S)
         return is_busy
 
     def _take_notices(self) -> bool:
@@ -175,8 +183,7 @@ class DeviceSender:
             is_busy = True
             match notice.WhichOneof("notice"):
                 case "frame_posted":
-                    with self._lock:
-                        self._route.take_posted(notice.frame_posted)
+                    self._route.take_posted(notice.frame_posted)
                 case "bye":
                     take_bye(notice.bye)
                 case other:
@@ -195,8 +202,10 @@ class DeviceSender:
         """Tells of frames that have begun: the peer launches its part, or at least is awake."""
         is_busy = False
         for flight in self._snapshot():
-            # A receive that is posted for it occupies the peer.
-            if not flight.is_announced and flight.awaited is None:
+            # A receive that is posted for it occupies the peer. One that was not read yet may still
+            # be about to get its slot, on the engine's thread.
+            has_begun = flight.read is not None and flight.awaited is None
+            if has_begun and not flight.is_announced:
                 flight.is_announced = is_busy = True
                 self._channel.send(self._ready(flight), self._timeout_s)
         return is_busy
@@ -212,8 +221,7 @@ class DeviceSender:
         """Tells the peer of frames that are written, in their order."""
         is_busy = False
         while True:
-            with self._lock:
-                flight = self._flights[0] if self._flights else None
+            flight = self._flights[0] if self._flights else None
             if flight is None or flight.done is None or not flight.done.is_reached():
                 return is_busy
             is_busy = True
@@ -223,11 +231,10 @@ class DeviceSender:
             if not flight.is_announced:
                 notices.insert(0, self._ready(flight))
             self._channel.send_all(notices, self._timeout_s)
-            with self._lock:
-                self._flights.popleft()
-                self._route.finish(flight)
-                if self._flights:
-                    self._flights[0].since_s = time.monotonic()
+            self._flights.popleft()
+            self._route.finish(flight)
+            if self._flights:
+                self._flights[0].since_s = time.monotonic()
             now_s = time.monotonic()
             # Both may have been seen in one look.
             since_s = now_s if flight.awaited is not None else flight.readable_at_s
@@ -244,13 +251,11 @@ class DeviceSender:
         return link_pb2.LinkNotice(frame_ready=ready)
 
     def _snapshot(self) -> list[Flight]:
-        with self._lock:
-            return list(self._flights)
+        return list(self._flights)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        with self._lock:
-            since_s = self._flights[0].since_s if self._flights else None
+        since_s = self._flights[0].since_s if self._flights else None
         if since_s is not None:
             self._starved_since_s = None
             if now - since_s > self._timeout_s:
