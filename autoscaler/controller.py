@@ -8,6 +8,7 @@ from typing import Protocol
 
 from autoscaler.figures import Decision, Numbers, Reading
 from autoscaler.policy import POOLS, ScalingPolicy
+from autoscaler.sample_feed import SampleFeed
 from autoscaler.settings import PoolRange, ScalingSettings
 from pdserve.errors import PdserveError
 from pdserve.predictor.predictor import Predictor
@@ -68,7 +69,8 @@ class Controller:
             figures: what to look at.
             pools: what to order from.
             clock: monotonic time.
-            predictor: fed by whoever has samples; may know nothing.
+            predictor: knows what profiles say, or nothing; fed from here on with what replicas
+                report. Nobody else may use it.
             report: takes a line for each decision.
         """
         self._settings = settings
@@ -77,8 +79,9 @@ class Controller:
         self._clock = clock
         self._report = report
         self._policy = ScalingPolicy(settings, predictor)
+        self._feed = SampleFeed(predictor)
         self._lock = threading.Lock()
-        """Of the policy."""
+        """Of the policy and its predictor."""
 
     @property
     def settings(self) -> ScalingSettings:
@@ -141,6 +144,7 @@ class Controller:
         """Looks, decides, orders."""
         reading = self._figures.read()
         with self._lock:
+            self._feed.take(reading.workers)
             decisions = self._policy.decide(self._clock.now(), reading)
         for decision in decisions:
             line = decision.describe()

@@ -8,7 +8,7 @@ from autoscaler.roster import Roster
 from autoscaler.settings import ScalingSettings
 from autoscaler.speed import SpeedMeter
 from autoscaler.window import CounterWindow, Window
-from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.predictor import DecodeSample, FitQuality, Predictor, PrefillSample
 from pdserve.request import Role
 
 _MOST_GROWTH = 1.5
@@ -146,6 +146,18 @@ class Demand:
             num_sequences=sum(w.num_running + w.num_waiting for w in workers),
             kv_share=self._kv_share(role),
             tpot_s=self._measured_tpot_s if role is Role.DECODE else None,
+            fit=self._fit_of(role, _class_of(workers)),
+        )
+
+    def _fit_of(self, role: Role, worker_class: str) -> FitQuality | None:
+        kind = PrefillSample if role is Role.PREFILL else DecodeSample
+        if self._predictor.law(worker_class, kind) is None:
+            return None
+        name = "prefill" if role is Role.PREFILL else "decode"
+        return next(
+            one
+            for one in self._predictor.qualities()
+            if (one.worker_class, one.kind) == (worker_class, name)
         )
 
     def _prefill_load(self, role: Role) -> PrefillLoad:
@@ -167,6 +179,7 @@ class Demand:
             busy_replicas=counts.busy.mean(settings.rate_window_s),
             measured_tokens_per_s=self._speed.tokens_per_s,
             start_s=ahead_s,
+            chunk_tokens=min((w.chunk_tokens for w in workers), default=0),
             growth=_growth(tokens_per_s, rise),
         )
 
@@ -214,7 +227,8 @@ class Demand:
 
 
 def _class_of(workers: list[WorkerFigures]) -> str:
-    return workers[0].worker_class if workers else ""
+    """Returns the class of a pool: of the first that has said it."""
+    return next((worker.worker_class for worker in workers if worker.worker_class), "")
 
 
 def _growth(now: float, rise: float) -> float:

@@ -18,6 +18,8 @@ class Need:
     why: str
     offered: float = 0.0
     backlog_s: float | None = None
+    predicted_s: float | None = None
+    """Seconds by the predictor that it rests on; None where it rests on something else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,8 @@ class PrefillLoad:
     """Of a busy replica; for as long as the predictor knows nothing."""
     start_s: float
     """Until a replica that is started now would serve."""
+    chunk_tokens: int = 0
+    """Most prompt tokens of a step; 0: not known."""
     growth: float = 1.0
     """The rate by then, over the rate now."""
 
@@ -73,7 +77,8 @@ def prefill_need(
     """
     scale = (1.0 + margin) * load.growth
     tokens_per_request = load.tokens_per_s / load.requests_per_s if load.requests_per_s > 0 else 0.0
-    service_s = predictor.prefill_s(load.worker_class, tokens_per_request)
+    predicted_s = predict_prompt_s(load, tokens_per_request, predictor)
+    service_s = predicted_s
     if service_s is None and load.measured_tokens_per_s is not None:
         service_s = tokens_per_request / load.measured_tokens_per_s
     if service_s is None:
@@ -94,9 +99,25 @@ def prefill_need(
     by_backlog = 0
     if backlog_s > settings.ttft_s * max(load.num_serving, 1) and left_s > 0:
         by_backlog = ceil(offered + left_s / settings.catch_up_s)
-    if by_backlog > by_rate:
-        return Need(replicas=by_backlog, why="backlog", offered=offered, backlog_s=backlog_s)
-    return Need(replicas=by_rate, why="arrivals", offered=offered, backlog_s=backlog_s)
+    return Need(
+        replicas=max(by_rate, by_backlog),
+        why="backlog" if by_backlog > by_rate else "arrivals",
+        offered=offered,
+        backlog_s=backlog_s,
+        predicted_s=predicted_s,
+    )
+
+
+def predict_prompt_s(load: PrefillLoad, num_tokens: float, predictor: Predictor) -> float | None:
+    """Returns the seconds of a prompt in steps of the replica's size; None while nothing is known.
+
+    The law's terms add up over the pieces of a prompt, but for the fixed cost of each step.
+    """
+    whole_s = predictor.prefill_s(load.worker_class, num_tokens)
+    step_s = predictor.prefill_s(load.worker_class, 0)
+    if whole_s is None or step_s is None or load.chunk_tokens == 0:
+        return whole_s
+    return whole_s + max(ceil(num_tokens / load.chunk_tokens) - 1, 0) * step_s
 
 
 def decode_need(
@@ -125,7 +146,11 @@ def decode_need(
         terms.append((load.num_serving + 1, "measured TPOT"))
     replicas, why = max(terms, key=lambda term: term[0])
     offered = sequences / largest if largest is not None else sequences / load.max_num_seqs
-    return Need(replicas=replicas, why=why, offered=offered)
+    each = load.num_running / max(load.num_serving, 1)
+    step_s = predictor.decode_step_s(
+        load.worker_class, each, load.used_tokens / max(load.num_serving, 1)
+    )
+    return Need(replicas=replicas, why=why, offered=offered, predicted_s=step_s)
 
 
 def _need_by_tokens(load: PrefillLoad, settings: ScalingSettings, margin: float) -> Need:

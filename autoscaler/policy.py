@@ -133,6 +133,7 @@ class ScalingPolicy:
             survivors_need=self._survivors_need(now_s, state, is_idle=is_idle),
             offered=need.offered,
             backlog_s=need.backlog_s,
+            predicted_s=need.predicted_s,
             why=need.why,
         )
         return replace(need, replicas=max(need.replicas, least))

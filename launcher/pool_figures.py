@@ -10,8 +10,9 @@ from autoscaler.figures import Reading, Traffic, WorkerFigures
 from launcher.client import bearer, open_sync_channel
 from launcher.pool import Member
 from pdserve.config.cluster import ClusterConfig
-from pdserve.request import Role
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.sample_intake import samples_from_wire
 from router.tenants import parse_api_key, parse_key_lines
 
 _TIMEOUT_S = 2.0
@@ -83,7 +84,7 @@ class ClusterFigures:
             role=member.role,
             is_serving=record is not None and record.state == "ready" and not member.is_draining,
             is_draining=member.is_draining,
-            worker_class=str(member.role),
+            worker_class="" if record is None else record.worker_class,
             queued_tokens=load.queued_tokens,
             num_waiting=load.num_waiting,
             num_running=load.num_running,
@@ -92,6 +93,10 @@ class ClusterFigures:
             total_blocks=load.total_blocks or (0 if record is None else record.total_blocks),
             block_size=engine.block_size,
             max_num_seqs=engine.max_num_seqs,
+            chunk_tokens=engine.max_num_batched_tokens,
+            life=Incarnation(info.incarnation) if info.HasField("load") else None,
+            report=load.report,
+            samples=samples_from_wire(load.samples),
         )
 
 

@@ -15,6 +15,7 @@ from launcher.pool_figures import ClusterFigures
 from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import ConfigError
 from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.profile_files import read_profiles
 from pdserve.timeline import MonotonicClock
 
 
@@ -63,7 +64,7 @@ class Autoscaling:
             figures,
             self._cluster,
             MonotonicClock(),
-            predictor=Predictor(),
+            predictor=Predictor(read_profiles(self._config.profiles)),
             report=self._report,
         )
         thread = threading.Thread(

@@ -7,6 +7,7 @@ from pathlib import Path
 from autoscaler.settings import PoolRange, ScalingSettings
 from launcher.scaled_cluster import Autoscaling
 from pdserve.config.worker import FaultConfig
+from pdserve.predictor.predictor import MIN_SAMPLES
 from pdserve.request import Role
 from tests.support.cluster import HarnessClient, running_cluster, wait_until, wait_until_async
 from tests.support.models import tiny_llama_folder  # noqa: F401
@@ -53,7 +54,7 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
         cluster = harness.cluster
         with Autoscaling(
             cluster, harness.config, SETTINGS, report=lines.append, control_folder=None
-        ):
+        ) as scaled:
             async with harness.connect() as client:
                 stopped = asyncio.Event()
                 tasks = [asyncio.create_task(ask_until(client, stopped, i)) for i in range(12)]
@@ -76,8 +77,14 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
                 await wait_until_async(has_shrunk, 60, "both pools have shrunk")
                 few.set()
                 assert await light >= 1
+                numbers = scaled.controller.numbers
     assert any(line.startswith("prefill: grow 1 -> 2") for line in lines)
     assert any(line.startswith("prefill: shrink 2 -> 1") for line in lines)
+    # The law of its class is fitted, from the replicas' own heartbeats.
+    fit = numbers[Role.DECODE].fit
+    assert fit is not None
+    assert fit.worker_class.startswith("cpu ")
+    assert fit.num_samples >= MIN_SAMPLES
 
 
 async def test_pools_go_to_zero_and_the_first_request_brings_them_back(
