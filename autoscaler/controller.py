@@ -40,6 +40,17 @@ class Pools(Protocol):
         """
         ...
 
+    def flip(self, worker_id: str, role: Role) -> None:
+        """Begins to drain one replica, which then goes on in the other pool with its weights.
+
+        Counted there from now on. Only where `flips_in_place` is set.
+
+        Raises:
+            PdserveError: it cannot now; the next round tries again.
+            KeyError: there is no such replica any more.
+        """
+        ...
+
 
 class Figures(Protocol):
     """Where a controller looks."""
@@ -156,10 +167,13 @@ class Controller:
     def _carry_out(self, decision: Decision) -> None:
         try:
             for worker_id in decision.retired:
-                self._pools.drain(worker_id)
+                if decision.kind == "flip" and self._settings.flips_in_place:
+                    self._pools.flip(worker_id, decision.role)
+                else:
+                    self._pools.drain(worker_id)
             if decision.kind == "grow":
                 self._pools.scale(decision.role, decision.size)
-            # After a flip, the pool grows as soon as the other one has let go.
+            # After a flip by drain and start, the pool grows as soon as the other has let go.
         except KeyError as error:
             self._report(f"{decision.role}: {error.args[0]} is gone already")
         except PdserveError as error:

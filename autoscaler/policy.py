@@ -59,7 +59,10 @@ class ScalingPolicy:
         """
         self._settings = settings
         self._roster = Roster(
-            lost_s=settings.lost_s, start_s=settings.start_s, drain_s=settings.drain_s
+            lost_s=settings.lost_s,
+            start_s=settings.start_s,
+            drain_s=settings.drain_s,
+            change_s=settings.change_s,
         )
         self._demand = Demand(settings, predictor)
         longest_s = _MOST_PATIENCE * settings.settle_s
@@ -228,11 +231,15 @@ class ScalingPolicy:
             ):
                 continue
             granted = size - active if room is None else min(size - active, max(room, 0))
-            if granted == 0 or self._flip_is_faster(role):
+            if granted == 0 or self._flip_is_faster(now_s, role):
                 flip = self._flip(now_s, role)
                 if flip is not None:
                     yield flip
-                    continue
+                    if not settings.flips_in_place:
+                        continue
+                    # It takes no room: what else is needed starts beside it.
+                    active += 1
+                    granted = size - active if room is None else min(size - active, max(room, 0))
             if granted > 0:
                 room = None if room is None else room - granted
                 self._note(state, now_s, "grow")
@@ -244,23 +251,40 @@ class ScalingPolicy:
                     numbers=state.numbers,
                 )
 
-    def _flip_is_faster(self, role: Role) -> bool:
-        """A replica that keeps what it has loaded has only to drain."""
-        drain_s, start_s = self._roster.drain_s[_other(role)], self._roster.start_s[role]
-        return self._settings.flips_in_place and drain_s < start_s
+    def _flip_is_faster(self, now_s: float, role: Role) -> bool:
+        """A replica that keeps what it has loaded has only to drain; one without work, not even.
+
+        How long both take was seen: of the pool's last starts, and of the last flips to it.
+        """
+        one = self._flipper(now_s, role)
+        if one is None:
+            return False
+        is_idle = not any(_busyness(one)[:2]) and not one.queued_tokens
+        flip_s = self._settings.change_s if is_idle else self._roster.flip_s[role]
+        return flip_s < self._roster.start_s[role]
+
+    def _flipper(self, now_s: float, role: Role) -> WorkerFigures | None:
+        """Returns who would come in place: the least busy that serves, unless it is the last."""
+        serving = self._roster.serving(_other(role), now_s)
+        if not self._settings.flips_in_place or len(serving) < 2:
+            return None
+        return min(serving, key=_busyness)
 
     def _flip(self, now_s: float, role: Role) -> Decision | None:
         """Takes one replica of the other pool, if those left there would still do."""
         other = self._pools[_other(role)]
         numbers, state = other.numbers, self._pools[role]
         bounds = self._settings.range_of(_other(role))
+        flipper = self._flipper(now_s, role)
+        if flipper is None and self._settings.flips_in_place:
+            return None
         left = numbers.num_active - 1
         if left < bounds.least or left < max(1, numbers.survivors_need, numbers.need):
             return None
         if numbers.num_draining:
             # One at a time: the last one has not come yet.
             return None
-        retired = self._victims(now_s, _other(role), 1)
+        retired = self._victims(now_s, _other(role), 1) if flipper is None else (flipper.worker_id,)
         self._note(state, now_s, "grow")
         self._note(other, now_s, "shrink")
         return Decision(
@@ -278,7 +302,8 @@ class ScalingPolicy:
         for role, state in self._pools.items():
             numbers = state.numbers
             size = settings.range_of(role).clamp(max(numbers.survivors_need, numbers.need))
-            if size >= numbers.num_active:
+            if size >= numbers.num_active or state.changed_s == now_s:
+                # One that has just lost a replica to the other pool does not lose more at once.
                 continue
             is_above = numbers.num_active > settings.range_of(role).most
             if is_above:

@@ -98,6 +98,8 @@ class ScalingSettings:
     """One that served and is not heard of counts for this long still: the registry may be away."""
     flips_in_place: bool = False
     """A replica can change its pool with its weights loaded: it has only to drain."""
+    change_s: float = 1.0
+    """How long a replica takes to change its pool once it has drained."""
     start_s: float = 20.0
     """How long a replica takes to start, until one did."""
     drain_s: float = 10.0

@@ -48,6 +48,14 @@ def serve(
     max_replicas: Annotated[
         int | None, typer.Option(help="Of both pools together, where they share GPUs.")
     ] = None,
+    flips: Annotated[
+        bool,
+        typer.Option(
+            "--flips/--no-flips",
+            help="Let replicas of pools of MIN..MAX change their pool with their weights loaded, "
+            "where each has one rank and is a child of this process.",
+        ),
+    ] = True,
     ttft_target_s: Annotated[
         float, typer.Option(help="What pools of MIN..MAX are sized for.")
     ] = 1.0,
@@ -285,8 +293,18 @@ def serve(
         ttft_s=ttft_target_s,
         tpot_s=tpot_target_s,
     )
+    can_flip = (
+        flips
+        and launcher == "local"
+        and settings.prefill.most > 0
+        and not (settings.prefill.is_fixed and settings.decode.is_fixed)
+        and engine.num_ranks == (decode_tensor_parallel_size or 1) == 1
+        and (decode_pipeline_parallel_size or 1) == 1
+    )
+    settings = replace(settings, flips_in_place=can_flip)
     config = ClusterConfig(
         engine=engine,
+        can_flip=can_flip,
         num_prefill=first_size(settings.prefill),
         num_decode=first_size(settings.decode),
         can_be_empty=settings.can_be_empty,

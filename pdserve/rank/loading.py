@@ -89,7 +89,10 @@ def load_rank(
         part=geometry.parts[arguments.rank],
         shard=shard,
         max_model_len=max_model_len,
-        link_bytes=link_memory_bytes(config.handoff, geometry, arguments.rank, config.role),
+        link_bytes=max(
+            link_memory_bytes(config.handoff, geometry, arguments.rank, role)
+            for role in config.roles
+        ),
         exchange=exchange,
     )
     parts = choose_backend(config.engine).load(job, clock, report)

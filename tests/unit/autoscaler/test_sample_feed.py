@@ -142,6 +142,9 @@ class Fleet:
     def drain(self, worker_id: str) -> None:
         raise AssertionError(worker_id)
 
+    def flip(self, worker_id: str, role: Role) -> None:
+        raise AssertionError(worker_id)
+
 
 def run_fleet(each_s: float) -> tuple[Fleet, Controller, list[str]]:
     fleet, clock, lines = Fleet(each_s), ManualClock(), list[str]()
