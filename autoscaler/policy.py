@@ -311,6 +311,9 @@ class ScalingPolicy:
             elif not is_idle and not self._may_shrink(now_s, role):
                 continue
             retired = self._victims(now_s, role, numbers.num_active - size)
+            if not retired:
+                continue
+            size = numbers.num_active - len(retired)
             self._note(state, now_s, "shrink")
             why = "idle" if is_idle else "the others would still do"
             why = "above its range" if is_above else why
@@ -340,11 +343,24 @@ class ScalingPolicy:
         return not self._demand.is_decode_full
 
     def _victims(self, now_s: float, role: Role, count: int) -> tuple[str, ...]:
-        """Names who leaves: those that only start, the newest first; then the least busy."""
+        """Names who leaves: those that only start, the newest first; then the least busy.
+
+        By number, it may be nobody: one that serves does not leave while one below it starts.
+        """
+        if self._settings.leave_by_number:
+            return self._last_numbers(now_s, role, count)
         starting = [worker.worker_id for worker in self._roster.starting(role, now_s)]
         serving = sorted(self._roster.serving(role, now_s), key=_busyness)
         names = [*reversed(starting), *(worker.worker_id for worker in serving)]
         return tuple(names[:count])
+
+    def _last_numbers(self, now_s: float, role: Role, count: int) -> tuple[str, ...]:
+        starting = {worker.worker_id for worker in self._roster.starting(role, now_s)}
+        serving = {worker.worker_id for worker in self._roster.serving(role, now_s)}
+        names = sorted(starting | serving, key=_number, reverse=True)[:count]
+        if starting - set(names) and serving & set(names):
+            names = [name for name in names if name in starting]
+        return tuple(names)
 
     def _note(self, state: _PoolState, now_s: float, kind: Literal["grow", "shrink"]) -> None:
         settings = self._settings
@@ -363,6 +379,10 @@ class ScalingPolicy:
 
 def _other(role: Role) -> Role:
     return Role.DECODE if role is Role.PREFILL else Role.PREFILL
+
+
+def _number(worker_id: str) -> int:
+    return int(worker_id.rpartition("-")[2])
 
 
 def _busyness(worker: WorkerFigures) -> tuple[int, int, str]:

@@ -100,6 +100,9 @@ class ScalingSettings:
     """A replica can change its pool with its weights loaded: it has only to drain."""
     change_s: float = 1.0
     """How long a replica takes to change its pool once it has drained."""
+    leave_by_number: bool = False
+    """The highest number leaves first, whoever that is: Kubernetes takes no other of a StatefulSet.
+    """
     start_s: float = 20.0
     """How long a replica takes to start, until one did."""
     drain_s: float = 10.0

@@ -98,6 +98,10 @@ class LocalCluster:
         router = self._supervisor.router
         return None if router is None else router.pid
 
+    def router_addresses(self) -> tuple[str, ...]:
+        """Returns the address of the only router."""
+        return (self.address,)
+
     def members(self) -> tuple[Member, ...]:
         """Returns all replicas, oldest first, with their pids and records."""
         return self._supervisor.members()

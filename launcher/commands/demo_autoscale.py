@@ -22,7 +22,7 @@ from launcher.commands.demo import Log
 from launcher.commands.serve import default_log_level
 from launcher.demo_script import MODEL
 from launcher.local_pool import LocalCluster
-from launcher.scaled_cluster import Autoscaling
+from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig, LoadFormat
 from pdserve.errors import InternalError, PdserveError
@@ -84,7 +84,7 @@ def demo_autoscale(
     try:
         cluster.start()
         with (
-            Autoscaling(
+            autoscale_launched(
                 cluster, config, settings, report=view.note_decision, control_folder=None
             ) as scaled,
             Load(cluster.address) as load,

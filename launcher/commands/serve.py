@@ -13,7 +13,7 @@ from launcher.local_pool import LocalCluster
 from launcher.place import Place
 from launcher.ray_pool import RayConfig, RayPlace
 from launcher.run_cluster import run_until_signal, write_line
-from launcher.scaled_cluster import Autoscaling
+from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import (
     DEVICE_DEFAULTS,
@@ -355,7 +355,7 @@ def serve(
     elif config.spread_stages:
         check_token(config.stage_token)
     launched = LocalCluster(config, cluster=cluster, report=write_line, place=place)
-    scaled = Autoscaling(
+    scaled = autoscale_launched(
         launched,
         config,
         settings,

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from autoscaler.settings import PoolRange, ScalingSettings
-from launcher.scaled_cluster import Autoscaling
+from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.worker import FaultConfig
 from pdserve.predictor.predictor import MIN_SAMPLES
 from pdserve.request import Role
@@ -52,7 +52,7 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
     lines: list[str] = []
     with running_cluster(tiny_llama_folder, prefill_faults=SLOW) as harness:
         cluster = harness.cluster
-        with Autoscaling(
+        with autoscale_launched(
             cluster, harness.config, SETTINGS, report=lines.append, control_folder=None
         ) as scaled:
             async with harness.connect() as client:
@@ -95,7 +95,7 @@ async def test_pools_go_to_zero_and_the_first_request_brings_them_back(
     )
     with running_cluster(tiny_llama_folder, can_be_empty=True) as harness:
         cluster = harness.cluster
-        with Autoscaling(
+        with autoscale_launched(
             cluster, harness.config, settings, report=harness.lines.append, control_folder=None
         ):
             wait_until(lambda: cluster.members() == (), 30)

@@ -198,6 +198,24 @@ def test_C15_starting_replicas_leave_before_any_that_serves() -> None:
     assert decisions[0].retired[0] == "prefill-2"
 
 
+def test_C15_highest_number_leaves_first_where_kubernetes_takes_no_other() -> None:
+    clocked = Clocked(replace(SETTINGS, leave_by_number=True))
+    workers = (PAIR[0], worker("decode-0"), worker("decode-9"), worker("decode-10", num_running=3))
+    decisions = clocked.see(*workers, seconds=302)
+    assert kinds(decisions) == [("shrink", Role.DECODE, 1)]
+    assert decisions[0].retired == ("decode-10", "decode-9")
+
+
+def test_C15_by_number_none_that_serves_leaves_while_one_below_it_starts() -> None:
+    settings = replace(SETTINGS, leave_by_number=True, decode=PoolRange(least=2, most=8))
+    clocked = Clocked(settings)
+    serving = (PAIR[0], worker("decode-0"), worker("decode-2"))
+    restarted = worker("decode-1", is_serving=False)
+    assert clocked.see(*serving, restarted, seconds=400) == []
+    (decision,) = clocked.see(*serving, worker("decode-1"), seconds=2)
+    assert decision.retired == ("decode-2",)
+
+
 def test_least_busy_replicas_leave_first() -> None:
     clocked = Clocked()
     workers = (PAIR[0], worker("decode-0", num_running=1), worker("decode-1", num_running=3))
