@@ -193,6 +193,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
     class Seen(LocalCluster):
         def __init__(self, config: ClusterConfig, **rest: object) -> None:
             found.append(config)
+            self.name = "seen"
 
     monkeypatch.setattr("launcher.commands.serve.LocalCluster", Seen)
     monkeypatch.setattr("launcher.commands.serve.run_until_signal", lambda *_: 0)
