@@ -77,6 +77,8 @@ class PoolNumbers:
     """Replicas for the load as it is and will be when one could have started."""
     survivors_need: int = 0
     """The same with the margin that shrinking asks for, at its largest while settling."""
+    reserve: int = 0
+    """Of these, what bursts of the last while have needed by their rate; 0: there were none."""
     offered: float = 0.0
     """Seconds of prefill that arrive per second; for decode, sequences per replica at most."""
     backlog_tokens: int = 0
@@ -120,11 +122,12 @@ class Decision:
         backlog = "" if numbers.backlog_s is None else f" ({numbers.backlog_s:.1f} s)"
         tpot = "" if numbers.tpot_s is None else f", TPOT {numbers.tpot_s * 1000:.0f} ms"
         law = describe_law(numbers)
+        reserve = f" (reserve {numbers.reserve})" if numbers.reserve else ""
         return (
             f"{self.role}: {self.kind} {numbers.num_active} -> {self.size}{leaving}: "
             f"{numbers.why}; "
             f"{numbers.num_serving} serve, {numbers.num_starting} start, need {numbers.need}, "
-            f"survivors {numbers.survivors_need}, offered {numbers.offered:.2f}, backlog "
+            f"survivors {numbers.survivors_need}{reserve}, offered {numbers.offered:.2f}, backlog "
             f"{numbers.backlog_tokens} tokens{backlog}, oldest {numbers.oldest_s:.1f} s, "
             f"{numbers.num_sequences} sequences, KV {numbers.kv_share:.0%}{tpot}"
             f"{law and f', {law}'}"

@@ -8,6 +8,7 @@ from autoscaler.settings import ScalingSettings
 from pdserve.predictor.predictor import Predictor
 
 _MAX_BATCH = 65_536
+FORESEEN = "what prefill is about to send"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,12 @@ class Need:
     backlog_s: float | None = None
     predicted_s: float | None = None
     """Seconds by the predictor that it rests on; None where it rests on something else."""
+    largest_batch: int | None = None
+    """For decode: sequences that a replica can take on target; None while nobody knows."""
+    foreseen: int = 0
+    """For decode: replicas for what prefill is about to send, whatever there is now."""
+    service_s: float | None = None
+    """For prefill: seconds of a mean prompt, predicted or measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +47,10 @@ class PrefillLoad:
     """Until a replica that is started now would serve."""
     chunk_tokens: int = 0
     """Most prompt tokens of a step; 0: not known."""
+    recent_per_s: float = 0.0
+    """Requests of the last few seconds: what there is of a burst before the mean has seen it."""
+    coming_s: float = 0.0
+    """Seconds that those which start now will have served by then."""
     growth: float = 1.0
     """The rate by then, over the rate now."""
 
@@ -60,6 +71,8 @@ class DecodeLoad:
     max_num_seqs: int
     measured_tpot_s: float | None
     num_serving: int
+    flow_sequences: float = 0.0
+    """That there will be once prefill has caught up; 0 while it need not."""
     growth: float = 1.0
     """As of PrefillLoad."""
 
@@ -85,26 +98,35 @@ def prefill_need(
         return _need_by_tokens(load, settings, margin)
     rate = load.requests_per_s * scale
     offered = rate * service_s
-    by_rate = servers_needed(
-        offered,
-        service_s,
-        settings.ttft_s - service_s,
-        tail=settings.tail,
-        utilization=settings.utilization,
-    )
+    by_rate = count_servers(offered, service_s, settings)
     # A queue of many prompts is worth its tokens; the fixed cost of each step is small beside it.
     backlog_s = _backlog_s(load, tokens_per_request, service_s, predictor)
-    # What will be left of it once new replicas serve.
-    left_s = backlog_s + (offered - load.num_serving) * load.start_s
     by_backlog = 0
-    if backlog_s > settings.ttft_s * max(load.num_serving, 1) and left_s > 0:
-        by_backlog = ceil(offered + left_s / settings.catch_up_s)
+    if backlog_s > settings.ttft_s * max(load.num_serving, 1):
+        # What waits is no chance: so much comes as came in the last few seconds.
+        comes = max(offered, load.recent_per_s * service_s)
+        # What will be left of it once new replicas serve.
+        left_s = backlog_s + (comes - load.num_serving) * load.start_s - load.coming_s
+        if left_s > 0:
+            by_backlog = ceil(comes + left_s / settings.catch_up_s)
     return Need(
         replicas=max(by_rate, by_backlog),
         why="backlog" if by_backlog > by_rate else "arrivals",
         offered=offered,
         backlog_s=backlog_s,
         predicted_s=predicted_s,
+        service_s=service_s,
+    )
+
+
+def count_servers(offered: float, service_s: float, settings: ScalingSettings) -> int:
+    """Returns how many prefill replicas keep TTFT on target for seconds that come per second."""
+    return servers_needed(
+        offered,
+        service_s,
+        settings.ttft_s - service_s,
+        tail=settings.tail,
+        utilization=settings.utilization,
     )
 
 
@@ -131,14 +153,16 @@ def decode_need(
         sequences = load.mean_sequences * scale
         sequences += 2.0 * sqrt(sequences)
         scale = sequences / load.num_sequences if load.num_sequences else scale
-    if sequences <= 0:
-        return Need(replicas=0, why="nothing to decode")
+    largest = _largest_batch(load, settings, predictor)
+    if sequences <= 0 and load.flow_sequences <= 0:
+        return Need(replicas=0, why="nothing to decode", largest_batch=largest)
     terms = [(ceil(sequences / load.max_num_seqs), "sequences")]
     if load.tokens_per_replica > 0 and load.num_running > 0:
         # Those that wait will take as much as those that run.
         tokens = load.used_tokens * scale * max(1.0, load.num_sequences / load.num_running)
         terms.append((ceil(tokens / (settings.kv_share * load.tokens_per_replica)), "KV"))
-    largest = _largest_batch(load, settings, predictor)
+    foreseen = ceil(load.flow_sequences / (largest or load.max_num_seqs))
+    terms.append((foreseen, FORESEEN))
     if largest is not None:
         terms.append((ceil(sequences / largest), "TPOT"))
     elif (load.measured_tpot_s or 0.0) > settings.tpot_s and load.num_running > load.num_serving:
@@ -150,7 +174,14 @@ def decode_need(
     step_s = predictor.decode_step_s(
         load.worker_class, each, load.used_tokens / max(load.num_serving, 1)
     )
-    return Need(replicas=replicas, why=why, offered=offered, predicted_s=step_s)
+    return Need(
+        replicas=replicas,
+        why=why,
+        offered=offered,
+        predicted_s=step_s,
+        largest_batch=largest,
+        foreseen=foreseen,
+    )
 
 
 def _need_by_tokens(load: PrefillLoad, settings: ScalingSettings, margin: float) -> Need:

@@ -75,6 +75,16 @@ class Roster:
             if life.served_s is None or now_s - life.served_s > self._lost_s
         ]
 
+    def coming_s(self, role: Role, now_s: float) -> float:
+        """Returns how long those that start now will have served when one more could have started.
+
+        In seconds of all of them together.
+        """
+        start_s = self.start_s[role]
+        return sum(
+            min(now_s - life.seen_s, start_s) for life in self._of(role) if life.served_s is None
+        )
+
     def draining(self, role: Role) -> list[WorkerFigures]:
         """Returns those that leave."""
         return [

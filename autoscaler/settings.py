@@ -82,6 +82,10 @@ class ScalingSettings:
 
     Doubled each time that it had to, up to four times this; forgotten when a size lasted so long.
     """
+    burst_memory_s: float = 1200.0
+    """So long after requests came faster than replicas can start, a pool keeps what they needed by
+    their rate: the next burst finds it there. 0: off.
+    """
     confirm_s: float = 10.0
     """A need from mere rates must last so long; what waits already is acted on at once."""
     overdue_s: float = 3.0
