@@ -37,7 +37,8 @@ SERVE = [
     "--no-enable-prefix-caching", "--log-level", "warning", "--cluster", "locust",
 ]
 SCALING = [
-    "settle_s=15", "shrink_pause_s=5", "confirm_s=2", "rate_window_s=10", "catch_up_s=10",
+    "settle_s=15", "burst_memory_s=20", "shrink_pause_s=5", "confirm_s=2", "rate_window_s=10",
+    "catch_up_s=10",
 ]
 LOCUST = [
     "--config", "loadtests/headless.conf", "--scenario", "long-document", "--output-tokens", "16",

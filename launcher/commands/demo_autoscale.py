@@ -57,6 +57,7 @@ def demo_autoscale(
         tpot_s=0.06,
         rate_window_s=5.0,
         settle_s=8.0,
+        burst_memory_s=10.0,
         confirm_s=2.0,
         shrink_pause_s=2.0,
         catch_up_s=5.0,

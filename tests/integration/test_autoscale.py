@@ -19,6 +19,7 @@ SETTINGS = ScalingSettings(
     tpot_s=0.5,
     rate_window_s=4.0,
     settle_s=6.0,
+    burst_memory_s=0.0,
     confirm_s=1.0,
     shrink_pause_s=1.0,
     catch_up_s=4.0,

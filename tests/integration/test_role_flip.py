@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.pool import Member
+from pdserve.config.worker import FaultConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 from tests.support.cluster import ClusterHarness, HarnessClient, running_cluster, wait_until_async
@@ -94,3 +95,37 @@ async def test_replica_changes_its_pool_and_back_under_traffic_and_no_request_fa
         # A cluster that stops does not wait for somebody to come back.
         harness.cluster.flip("prefill-1", Role.DECODE)
     assert not [line for line in harness.lines if "killing it" in line]
+
+
+@pytest.mark.soak
+async def test_replica_that_does_not_get_empty_is_started_in_its_new_pool_and_nothing_is_lost(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    slow = FaultConfig(step_delay_s=0.05)
+    with running_cluster(
+        tiny_llama_folder, num_decode=2, can_flip=True, decode_faults=slow, drain_timeout_s=1.0
+    ) as harness:
+        async with harness.connect() as client:
+            prompt = [9, 8, 7, 6, 5] * 30
+            asking = asyncio.create_task(
+                client.generate(prompt_ids=prompt, max_tokens=200, temperature=0.0)
+            )
+
+            async def decodes() -> str | None:
+                infos = await client.loads()
+                names = [n for n, info in infos.items() if n[0] == "d" and info.load.num_running]
+                return names[0] if names else None
+
+            async def has_begun() -> bool:
+                return await decodes() is not None
+
+            await wait_until_async(has_begun, 20, "the stream runs")
+            busy = await decodes()
+            assert busy is not None
+            was, now = await flip(harness, busy, Role.PREFILL)
+            assert now.num_restarts == was.num_restarts + 1
+            assert now.face_pid != was.face_pid
+            found = await asking
+            assert len(found.token_ids) == 200
+            again = await client.generate(prompt_ids=prompt, max_tokens=200, temperature=0.0)
+            assert again.token_ids == found.token_ids
