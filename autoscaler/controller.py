@@ -8,6 +8,7 @@ from typing import Protocol
 
 from autoscaler.figures import Decision, Numbers, Reading
 from autoscaler.policy import POOLS, ScalingPolicy
+from autoscaler.sample_feed import SampleFeed
 from autoscaler.settings import PoolRange, ScalingSettings
 from pdserve.errors import PdserveError
 from pdserve.predictor.predictor import Predictor
@@ -32,6 +33,17 @@ class Pools(Protocol):
 
     def drain(self, worker_id: str) -> None:
         """Begins to drain one replica for good: it finishes or hands over what it has.
+
+        Raises:
+            PdserveError: it cannot now; the next round tries again.
+            KeyError: there is no such replica any more.
+        """
+        ...
+
+    def flip(self, worker_id: str, role: Role) -> None:
+        """Begins to drain one replica, which then goes on in the other pool with its weights.
+
+        Counted there from now on. Only where `flips_in_place` is set.
 
         Raises:
             PdserveError: it cannot now; the next round tries again.
@@ -68,7 +80,8 @@ class Controller:
             figures: what to look at.
             pools: what to order from.
             clock: monotonic time.
-            predictor: fed by whoever has samples; may know nothing.
+            predictor: knows what profiles say, or nothing; fed from here on with what replicas
+                report. Nobody else may use it.
             report: takes a line for each decision.
         """
         self._settings = settings
@@ -77,8 +90,9 @@ class Controller:
         self._clock = clock
         self._report = report
         self._policy = ScalingPolicy(settings, predictor)
+        self._feed = SampleFeed(predictor)
         self._lock = threading.Lock()
-        """Of the policy."""
+        """Of the policy and its predictor."""
 
     @property
     def settings(self) -> ScalingSettings:
@@ -141,6 +155,7 @@ class Controller:
         """Looks, decides, orders."""
         reading = self._figures.read()
         with self._lock:
+            self._feed.take(reading.workers)
             decisions = self._policy.decide(self._clock.now(), reading)
         for decision in decisions:
             line = decision.describe()
@@ -152,10 +167,13 @@ class Controller:
     def _carry_out(self, decision: Decision) -> None:
         try:
             for worker_id in decision.retired:
-                self._pools.drain(worker_id)
+                if decision.kind == "flip" and self._settings.flips_in_place:
+                    self._pools.flip(worker_id, decision.role)
+                else:
+                    self._pools.drain(worker_id)
             if decision.kind == "grow":
                 self._pools.scale(decision.role, decision.size)
-            # After a flip, the pool grows as soon as the other one has let go.
+            # After a flip by drain and start, the pool grows as soon as the other has let go.
         except KeyError as error:
             self._report(f"{decision.role}: {error.args[0]} is gone already")
         except PdserveError as error:

@@ -1,18 +1,28 @@
 """What is asked of each pool: the figures of the last minutes, turned into needs. Pure."""
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from autoscaler.figures import PoolNumbers, Traffic, WorkerFigures
-from autoscaler.need import DecodeLoad, Need, PrefillLoad, decode_need, prefill_need
+from autoscaler.need import (
+    DecodeLoad,
+    Need,
+    PrefillLoad,
+    count_servers,
+    decode_need,
+    prefill_need,
+)
 from autoscaler.roster import Roster
 from autoscaler.settings import ScalingSettings
 from autoscaler.speed import SpeedMeter
 from autoscaler.window import CounterWindow, Window
-from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.predictor import DecodeSample, FitQuality, Predictor, PrefillSample
 from pdserve.request import Role
 
 _MOST_GROWTH = 1.5
 """A rise is not followed further than this: what climbs does not climb forever."""
+_RECENT_S = 5.0
+"""Long enough for a rate of some requests a second, short beside the start of a replica."""
 _LEAST_RISE_S = 120.0
 """Over shorter times, chance looks like a climb."""
 
@@ -35,7 +45,7 @@ class Demand:
         """Has seen nothing."""
         self._settings = settings
         self._predictor = predictor
-        keep_s = 4 * max(settings.rate_window_s, _LEAST_RISE_S, settings.start_s)
+        self._keep_s = keep_s = 4 * max(settings.rate_window_s, _LEAST_RISE_S, settings.start_s)
         self._counts = _Counts(
             arrived=CounterWindow(keep_s),
             prompt_tokens=CounterWindow(keep_s),
@@ -48,6 +58,9 @@ class Demand:
         self._traffic: Traffic | None = None
         self._workers: dict[Role, list[WorkerFigures]] = {role: [] for role in Role}
         self._start_s = dict.fromkeys(Role, settings.start_s)
+        self._coming_s = dict.fromkeys(Role, 0.0)
+        self._num_active = dict.fromkeys(Role, 0)
+        self._flow_per_s = 0.0
         self._serving_ids: frozenset[str] = frozenset()
         self._is_backlogged = False
 
@@ -64,6 +77,10 @@ class Demand:
         self._traffic = traffic
         self._workers = {role: roster.serving(role, now_s) for role in Role}
         self._start_s = dict(roster.start_s)
+        self._num_active = {
+            role: len(self._workers[role]) + len(roster.starting(role, now_s)) for role in Role
+        }
+        self._coming_s = {role: roster.coming_s(role, now_s) for role in Role}
         prefill, decode = self._workers[Role.PREFILL], self._workers[Role.DECODE]
         counts = self._counts
         counts.arrived.add(now_s, traffic.num_arrived)
@@ -119,6 +136,7 @@ class Demand:
         if role is Role.PREFILL:
             load = self._prefill_load(Role.PREFILL)
             need = prefill_need(load, settings, predictor)
+            self._flow_per_s = self._flow_of(load, need)
             self._is_backlogged = (need.backlog_s or 0.0) > settings.ttft_s * max(
                 load.num_serving, 1
             )
@@ -135,6 +153,28 @@ class Demand:
             strict = _larger(strict, prefill_need(prompts, settings, predictor, margin))
         return need, strict
 
+    @property
+    def requests_per_s(self) -> float:
+        """On the mean of the last while."""
+        return self._counts.arrived.per_s(self._settings.rate_window_s)
+
+    def replicas_for(self, role: Role, need: Need, requests_per_s: float) -> int:
+        """Returns how many replicas a rate would need of prompts and outputs as they are now.
+
+        Args:
+            role: of the pool.
+            need: of that pool, as of now: what it knows of times.
+            requests_per_s: the rate.
+        """
+        settings, count = self._settings, 0
+        if need.service_s is not None:
+            count = count_servers(requests_per_s * need.service_s, need.service_s, settings)
+        if role is Role.DECODE and self._workers[role]:
+            sequences = requests_per_s * self._tokens_per_request * settings.tpot_s
+            most = min(worker.max_num_seqs for worker in self._workers[role])
+            count = max(count, ceil(sequences / (need.largest_batch or most)))
+        return count
+
     def numbers(self, role: Role) -> PoolNumbers:
         """Returns the figures that the needs of a pool rest on."""
         assert self._traffic is not None
@@ -146,13 +186,38 @@ class Demand:
             num_sequences=sum(w.num_running + w.num_waiting for w in workers),
             kv_share=self._kv_share(role),
             tpot_s=self._measured_tpot_s if role is Role.DECODE else None,
+            fit=self._fit_of(role, _class_of(workers)),
         )
+
+    def _fit_of(self, role: Role, worker_class: str) -> FitQuality | None:
+        kind = PrefillSample if role is Role.PREFILL else DecodeSample
+        if self._predictor.law(worker_class, kind) is None:
+            return None
+        name = "prefill" if role is Role.PREFILL else "decode"
+        return next(
+            one
+            for one in self._predictor.qualities()
+            if (one.worker_class, one.kind) == (worker_class, name)
+        )
+
+    def _flow_of(self, load: PrefillLoad, need: Need) -> float:
+        """Returns the prompts per second that prefill will finish while it catches up; else 0.
+
+        As many as come and wait, but no more than those replicas can that serve or start.
+        """
+        backlog_s, service_s = need.backlog_s or 0.0, need.service_s
+        if not service_s or backlog_s <= self._settings.ttft_s * max(load.num_serving, 1):
+            return 0.0
+        waiting_per_s = backlog_s / service_s / self._settings.catch_up_s
+        wanted = max(load.requests_per_s, load.recent_per_s) + waiting_per_s
+        return min(wanted, self._num_active[Role.PREFILL] / service_s)
 
     def _prefill_load(self, role: Role) -> PrefillLoad:
         assert self._traffic is not None
         settings, counts = self._settings, self._counts
         workers = self._workers[role]
         rate = counts.arrived.per_s(settings.rate_window_s)
+        recent = counts.arrived.per_s(min(_RECENT_S, settings.rate_window_s))
         ahead_s = self._start_s[role]
         over_s = max(_LEAST_RISE_S, 2 * ahead_s)
         rise = counts.prompt_tokens.rise(over_s) * (ahead_s + settings.rate_window_s / 2)
@@ -167,6 +232,9 @@ class Demand:
             busy_replicas=counts.busy.mean(settings.rate_window_s),
             measured_tokens_per_s=self._speed.tokens_per_s,
             start_s=ahead_s,
+            chunk_tokens=min((w.chunk_tokens for w in workers), default=0),
+            recent_per_s=recent,
+            coming_s=self._coming_s[role],
             growth=_growth(tokens_per_s, rise),
         )
 
@@ -190,8 +258,16 @@ class Demand:
             max_num_seqs=min((w.max_num_seqs for w in workers), default=1),
             measured_tpot_s=self._measured_tpot_s,
             num_serving=len(workers),
+            flow_sequences=self._flow_per_s * self._tokens_per_request * settings.tpot_s,
             growth=_growth(sequences, rise),
         )
+
+    @property
+    def _tokens_per_request(self) -> float:
+        """Output tokens of a request, on the mean of all that is remembered."""
+        counts = self._counts
+        arrived = counts.arrived.per_s(self._keep_s)
+        return counts.output_tokens.per_s(self._keep_s) / arrived if arrived > 0 else 0.0
 
     def _backlog_tokens(self, role: Role) -> int:
         assert self._traffic is not None
@@ -214,7 +290,8 @@ class Demand:
 
 
 def _class_of(workers: list[WorkerFigures]) -> str:
-    return workers[0].worker_class if workers else ""
+    """Returns the class of a pool: of the first that has said it."""
+    return next((worker.worker_class for worker in workers if worker.worker_class), "")
 
 
 def _growth(now: float, rise: float) -> float:
@@ -222,4 +299,9 @@ def _growth(now: float, rise: float) -> float:
 
 
 def _larger(one: Need, other: Need) -> Need:
-    return one if one.replicas >= other.replicas else other
+    larger, smaller = (one, other) if one.replicas >= other.replicas else (other, one)
+    return replace(
+        larger,
+        service_s=larger.service_s or smaller.service_s,
+        largest_batch=larger.largest_batch or smaller.largest_batch,
+    )

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdserve.request import Role
+from pdserve.predictor.predictor import FitQuality, Sample
+from pdserve.request import Incarnation, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +18,7 @@ class WorkerFigures:
     """It takes work; False while it starts, and while nothing is heard of it."""
     is_draining: bool = False
     worker_class: str = ""
+    """As it registered; empty while it has not."""
     queued_tokens: int = 0
     """Prompt tokens that wait there to be computed."""
     num_waiting: int = 0
@@ -28,6 +30,14 @@ class WorkerFigures:
     total_blocks: int = 0
     block_size: int = 16
     max_num_seqs: int = 256
+    chunk_tokens: int = 0
+    """Most prompt tokens of a step; 0: not known."""
+    life: Incarnation | None = None
+    """Whose report this is; None while nothing is heard of it."""
+    report: int = 0
+    """Its number: one that is shown again says nothing new."""
+    samples: tuple[Sample, ...] = ()
+    """Of the report: what some steps and hand-offs took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +77,8 @@ class PoolNumbers:
     """Replicas for the load as it is and will be when one could have started."""
     survivors_need: int = 0
     """The same with the margin that shrinking asks for, at its largest while settling."""
+    reserve: int = 0
+    """Of these, what bursts of the last while have needed by their rate; 0: there were none."""
     offered: float = 0.0
     """Seconds of prefill that arrive per second; for decode, sequences per replica at most."""
     backlog_tokens: int = 0
@@ -76,6 +88,10 @@ class PoolNumbers:
     num_sequences: int = 0
     kv_share: float = 0.0
     tpot_s: float | None = None
+    predicted_s: float | None = None
+    """Of a mean prompt; for decode, of a step with as many sequences as each replica has now."""
+    fit: FitQuality | None = None
+    """Of the law that the need rests on; None: it rests on what was measured, or on counts."""
     why: str = ""
     """Which of its terms the need comes from, and what holds it back."""
 
@@ -105,14 +121,29 @@ class Decision:
         leaving = f" without {', '.join(self.retired)}" if self.retired else ""
         backlog = "" if numbers.backlog_s is None else f" ({numbers.backlog_s:.1f} s)"
         tpot = "" if numbers.tpot_s is None else f", TPOT {numbers.tpot_s * 1000:.0f} ms"
+        law = describe_law(numbers)
+        reserve = f" (reserve {numbers.reserve})" if numbers.reserve else ""
         return (
             f"{self.role}: {self.kind} {numbers.num_active} -> {self.size}{leaving}: "
             f"{numbers.why}; "
             f"{numbers.num_serving} serve, {numbers.num_starting} start, need {numbers.need}, "
-            f"survivors {numbers.survivors_need}, offered {numbers.offered:.2f}, backlog "
+            f"survivors {numbers.survivors_need}{reserve}, offered {numbers.offered:.2f}, backlog "
             f"{numbers.backlog_tokens} tokens{backlog}, oldest {numbers.oldest_s:.1f} s, "
             f"{numbers.num_sequences} sequences, KV {numbers.kv_share:.0%}{tpot}"
+            f"{law and f', {law}'}"
         )
+
+
+def describe_law(numbers: PoolNumbers) -> str:
+    """Says what the predictor had to say of a pool; nothing while it is not fitted."""
+    fit, seconds = numbers.fit, numbers.predicted_s
+    if fit is None or seconds is None:
+        return ""
+    what = "prompt" if fit.kind == "prefill" else "step"
+    return (
+        f"{what} {seconds * 1000:.0f} ms predicted ({fit.num_samples} samples, "
+        f"error {fit.mean_error:.0%})"
+    )
 
 
 Numbers = Mapping[Role, PoolNumbers]

@@ -8,6 +8,7 @@ from autoscaler.settings import ScalingSettings
 from pdserve.predictor.predictor import Predictor
 
 _MAX_BATCH = 65_536
+FORESEEN = "what prefill is about to send"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,14 @@ class Need:
     why: str
     offered: float = 0.0
     backlog_s: float | None = None
+    predicted_s: float | None = None
+    """Seconds by the predictor that it rests on; None where it rests on something else."""
+    largest_batch: int | None = None
+    """For decode: sequences that a replica can take on target; None while nobody knows."""
+    foreseen: int = 0
+    """For decode: replicas for what prefill is about to send, whatever there is now."""
+    service_s: float | None = None
+    """For prefill: seconds of a mean prompt, predicted or measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +45,12 @@ class PrefillLoad:
     """Of a busy replica; for as long as the predictor knows nothing."""
     start_s: float
     """Until a replica that is started now would serve."""
+    chunk_tokens: int = 0
+    """Most prompt tokens of a step; 0: not known."""
+    recent_per_s: float = 0.0
+    """Requests of the last few seconds: what there is of a burst before the mean has seen it."""
+    coming_s: float = 0.0
+    """Seconds that those which start now will have served by then."""
     growth: float = 1.0
     """The rate by then, over the rate now."""
 
@@ -56,6 +71,8 @@ class DecodeLoad:
     max_num_seqs: int
     measured_tpot_s: float | None
     num_serving: int
+    flow_sequences: float = 0.0
+    """That there will be once prefill has caught up; 0 while it need not."""
     growth: float = 1.0
     """As of PrefillLoad."""
 
@@ -73,30 +90,56 @@ def prefill_need(
     """
     scale = (1.0 + margin) * load.growth
     tokens_per_request = load.tokens_per_s / load.requests_per_s if load.requests_per_s > 0 else 0.0
-    service_s = predictor.prefill_s(load.worker_class, tokens_per_request)
+    predicted_s = predict_prompt_s(load, tokens_per_request, predictor)
+    service_s = predicted_s
     if service_s is None and load.measured_tokens_per_s is not None:
         service_s = tokens_per_request / load.measured_tokens_per_s
     if service_s is None:
         return _need_by_tokens(load, settings, margin)
     rate = load.requests_per_s * scale
     offered = rate * service_s
-    by_rate = servers_needed(
+    by_rate = count_servers(offered, service_s, settings)
+    # A queue of many prompts is worth its tokens; the fixed cost of each step is small beside it.
+    backlog_s = _backlog_s(load, tokens_per_request, service_s, predictor)
+    by_backlog = 0
+    if backlog_s > settings.ttft_s * max(load.num_serving, 1):
+        # What waits is no chance: so much comes as came in the last few seconds.
+        comes = max(offered, load.recent_per_s * service_s)
+        # What will be left of it once new replicas serve.
+        left_s = backlog_s + (comes - load.num_serving) * load.start_s - load.coming_s
+        if left_s > 0:
+            by_backlog = ceil(comes + left_s / settings.catch_up_s)
+    return Need(
+        replicas=max(by_rate, by_backlog),
+        why="backlog" if by_backlog > by_rate else "arrivals",
+        offered=offered,
+        backlog_s=backlog_s,
+        predicted_s=predicted_s,
+        service_s=service_s,
+    )
+
+
+def count_servers(offered: float, service_s: float, settings: ScalingSettings) -> int:
+    """Returns how many prefill replicas keep TTFT on target for seconds that come per second."""
+    return servers_needed(
         offered,
         service_s,
         settings.ttft_s - service_s,
         tail=settings.tail,
         utilization=settings.utilization,
     )
-    # A queue of many prompts is worth its tokens; the fixed cost of each step is small beside it.
-    backlog_s = _backlog_s(load, tokens_per_request, service_s, predictor)
-    # What will be left of it once new replicas serve.
-    left_s = backlog_s + (offered - load.num_serving) * load.start_s
-    by_backlog = 0
-    if backlog_s > settings.ttft_s * max(load.num_serving, 1) and left_s > 0:
-        by_backlog = ceil(offered + left_s / settings.catch_up_s)
-    if by_backlog > by_rate:
-        return Need(replicas=by_backlog, why="backlog", offered=offered, backlog_s=backlog_s)
-    return Need(replicas=by_rate, why="arrivals", offered=offered, backlog_s=backlog_s)
+
+
+def predict_prompt_s(load: PrefillLoad, num_tokens: float, predictor: Predictor) -> float | None:
+    """Returns the seconds of a prompt in steps of the replica's size; None while nothing is known.
+
+    The law's terms add up over the pieces of a prompt, but for the fixed cost of each step.
+    """
+    whole_s = predictor.prefill_s(load.worker_class, num_tokens)
+    step_s = predictor.prefill_s(load.worker_class, 0)
+    if whole_s is None or step_s is None or load.chunk_tokens == 0:
+        return whole_s
+    return whole_s + max(ceil(num_tokens / load.chunk_tokens) - 1, 0) * step_s
 
 
 def decode_need(
@@ -110,14 +153,16 @@ def decode_need(
         sequences = load.mean_sequences * scale
         sequences += 2.0 * sqrt(sequences)
         scale = sequences / load.num_sequences if load.num_sequences else scale
-    if sequences <= 0:
-        return Need(replicas=0, why="nothing to decode")
+    largest = _largest_batch(load, settings, predictor)
+    if sequences <= 0 and load.flow_sequences <= 0:
+        return Need(replicas=0, why="nothing to decode", largest_batch=largest)
     terms = [(ceil(sequences / load.max_num_seqs), "sequences")]
     if load.tokens_per_replica > 0 and load.num_running > 0:
         # Those that wait will take as much as those that run.
         tokens = load.used_tokens * scale * max(1.0, load.num_sequences / load.num_running)
         terms.append((ceil(tokens / (settings.kv_share * load.tokens_per_replica)), "KV"))
-    largest = _largest_batch(load, settings, predictor)
+    foreseen = ceil(load.flow_sequences / (largest or load.max_num_seqs))
+    terms.append((foreseen, FORESEEN))
     if largest is not None:
         terms.append((ceil(sequences / largest), "TPOT"))
     elif (load.measured_tpot_s or 0.0) > settings.tpot_s and load.num_running > load.num_serving:
@@ -125,7 +170,18 @@ def decode_need(
         terms.append((load.num_serving + 1, "measured TPOT"))
     replicas, why = max(terms, key=lambda term: term[0])
     offered = sequences / largest if largest is not None else sequences / load.max_num_seqs
-    return Need(replicas=replicas, why=why, offered=offered)
+    each = load.num_running / max(load.num_serving, 1)
+    step_s = predictor.decode_step_s(
+        load.worker_class, each, load.used_tokens / max(load.num_serving, 1)
+    )
+    return Need(
+        replicas=replicas,
+        why=why,
+        offered=offered,
+        predicted_s=step_s,
+        largest_batch=largest,
+        foreseen=foreseen,
+    )
 
 
 def _need_by_tokens(load: PrefillLoad, settings: ScalingSettings, margin: float) -> Need:

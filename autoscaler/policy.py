@@ -17,7 +17,9 @@ from typing import Literal
 
 from autoscaler.demand import Demand
 from autoscaler.figures import Decision, Numbers, PoolNumbers, Reading, WorkerFigures
-from autoscaler.need import Need
+from autoscaler.leavers import busyness, choose_leavers
+from autoscaler.need import FORESEEN, Need
+from autoscaler.reserve import BurstMemory
 from autoscaler.roster import Roster
 from autoscaler.settings import ScalingSettings
 from autoscaler.window import Window
@@ -59,19 +61,25 @@ class ScalingPolicy:
         """
         self._settings = settings
         self._roster = Roster(
-            lost_s=settings.lost_s, start_s=settings.start_s, drain_s=settings.drain_s
+            lost_s=settings.lost_s,
+            start_s=settings.start_s,
+            drain_s=settings.drain_s,
+            change_s=settings.change_s,
         )
         self._demand = Demand(settings, predictor)
         longest_s = _MOST_PATIENCE * settings.settle_s
         self._pools = {
             role: _PoolState(
-                Window(longest_s), Window(settings.confirm_s), settle_s=settings.settle_s
+                survivors=Window(longest_s),
+                needs=Window(settings.confirm_s),
+                settle_s=settings.settle_s,
             )
             for role in POOLS
         }
         self._ages = Window(settings.overdue_s)
         self._busy_s: float | None = None
         """When there last was any request."""
+        self._bursts = BurstMemory(settings.burst_memory_s)
         self._history: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
 
     def use(self, settings: ScalingSettings) -> None:
@@ -104,43 +112,54 @@ class ScalingPolicy:
             self._busy_s = now_s
         self._ages.add(now_s, traffic.oldest_s)
         self._demand.note(now_s, traffic, self._roster)
-        needs = {role: self._need(now_s, role) for role in POOLS}
+        demands = {role: self._demand.needs(role) for role in POOLS}
+        peak_per_s = self._look_for_burst(now_s, demands)
+        needs = {role: self._note_need(now_s, role, *demands[role], peak_per_s) for role in POOLS}
         wanted = self._couple(now_s, needs)
         decisions = [*self._grow(now_s, wanted), *self._shrink(now_s)]
         self._history.extend(decisions)
         return tuple(decisions)
 
-    def _need(self, now_s: float, role: Role) -> Need:
+    def _look_for_burst(self, now_s: float, demands: dict[Role, tuple[Need, Need]]) -> float:
+        """Returns the rate that bursts of the last while came with; 0 without any."""
+        first = Role.DECODE if self._has_one_pool else Role.PREFILL
+        self._bursts.note(
+            now_s,
+            self._demand.requests_per_s,
+            lambda rate: self._demand.replicas_for(first, demands[first][0], rate),
+            is_late=self._ages.last > self._settings.ttft_s,
+            num_serving=len(self._roster.serving(first, now_s)),
+            start_s=self._roster.start_s[first],
+        )
+        return 0.0 if self._is_idle(now_s) else self._bursts.peak_per_s(now_s)
+
+    def _note_need(
+        self, now_s: float, role: Role, need: Need, strict: Need, peak_per_s: float
+    ) -> Need:
         """Notes the numbers of a pool and returns what its own load asks for."""
         state = self._pools[role]
-        serving = self._roster.serving(role, now_s)
         starting = self._roster.starting(role, now_s)
-        need, strict = self._demand.needs(role)
-        is_idle = self._is_idle(now_s)
-        bounds = self._settings.range_of(role)
-        least = 0 if is_idle else min(1, bounds.most)
+        least = 0 if self._is_idle(now_s) else min(1, self._settings.range_of(role).most)
         state.survivors.add(now_s, max(strict.replicas, least))
         state.needs.add(now_s, need.replicas)
         if starting:
             state.started_s = now_s
-        numbers = self._demand.numbers(role)
+        reserve = self._demand.replicas_for(role, need, peak_per_s) if peak_per_s else 0
+        settled = 0 if self._is_idle(now_s) else int(state.survivors.largest(state.settle_s))
         state.numbers = replace(
-            numbers,
-            num_serving=len(serving),
+            self._demand.numbers(role),
+            num_serving=len(self._roster.serving(role, now_s)),
             num_starting=len(starting),
             num_draining=len(self._roster.draining(role)),
             need=max(need.replicas, least),
-            survivors_need=self._survivors_need(now_s, state, is_idle=is_idle),
+            survivors_need=max(settled, reserve),
+            reserve=reserve,
             offered=need.offered,
             backlog_s=need.backlog_s,
+            predicted_s=need.predicted_s,
             why=need.why,
         )
         return replace(need, replicas=max(need.replicas, least))
-
-    def _survivors_need(self, now_s: float, state: _PoolState, *, is_idle: bool) -> int:
-        if is_idle:
-            return 0
-        return int(state.survivors.largest(state.settle_s))
 
     def _is_idle(self, now_s: float) -> bool:
         assert self._busy_s is not None
@@ -148,29 +167,14 @@ class ScalingPolicy:
 
     def _couple(self, now_s: float, needs: dict[Role, Need]) -> dict[Role, int]:
         """Returns the sizes to grow to, each pool seen beside the other."""
-        is_starving, is_full = self._demand.is_starving, self._demand.is_decode_full
         wanted = {}
         for role, state in self._pools.items():
-            numbers, why = state.numbers, needs[role].why
-            size = needs[role].replicas
-            # With one pool only, it is to blame for everything.
-            is_blamed = not is_full if role is Role.PREFILL else is_full or self._has_one_pool
-            if self._is_overdue(now_s, state) and is_blamed and size <= numbers.num_active:
-                size = numbers.num_active + self._overdue_step(numbers)
-                why = "the oldest request waits too long"
-            elif (
-                size > numbers.num_active > 0
-                and why in FROM_RATES
-                and numbers.oldest_s <= self._settings.ttft_s
-            ):
-                # By chance a few seconds may ask for more than the next ones.
-                size = max(int(state.needs.least()), numbers.num_active)
-            held = ""
-            if size > numbers.num_active:
-                if role is Role.PREFILL and is_full and why != "arrivals":
-                    held = "held back: decode is full"
-                elif role is Role.DECODE and is_starving and not is_full and not self._has_one_pool:
-                    held = "held back: prefill starves"
+            numbers = state.numbers
+            size, why = self._size_alone(now_s, role, needs[role])
+            held = self._reason_to_wait(role, why) if size > numbers.num_active else ""
+            if held and needs[role].foreseen > numbers.num_active:
+                # Not for what is there, which would be of no use yet, but for what is on its way.
+                size, why, held = needs[role].foreseen, FORESEEN, ""
             if held:
                 size, why = numbers.num_active, held
             elif numbers.num_active:
@@ -182,6 +186,30 @@ class ScalingPolicy:
             wanted[role] = bounds.clamp(size)
             state.numbers = replace(numbers, why=why)
         return wanted
+
+    def _size_alone(self, now_s: float, role: Role, need: Need) -> tuple[int, str]:
+        """Returns the size that a pool's own figures ask for, and why."""
+        state, is_full = self._pools[role], self._demand.is_decode_full
+        active, oldest_s = state.numbers.num_active, state.numbers.oldest_s
+        # With one pool only, it is to blame for everything.
+        is_blamed = not is_full if role is Role.PREFILL else is_full or self._has_one_pool
+        # Asked even where nobody is to blame: it remembers since when.
+        if self._is_overdue(now_s, state) and is_blamed and state.numbers.need <= active:
+            size = active + self._overdue_step(state.numbers)
+            return size, "the oldest request waits too long"
+        is_calm = need.why in FROM_RATES and oldest_s <= self._settings.ttft_s
+        if is_calm and state.numbers.need > active > 0:
+            # By chance a few seconds may ask for more than the next ones.
+            return max(int(state.needs.least()), active), need.why
+        return need.replicas, need.why
+
+    def _reason_to_wait(self, role: Role, why: str) -> str:
+        """Says why a pool must not grow now, although it needs to; nothing if it may."""
+        is_full = self._demand.is_decode_full
+        if role is Role.PREFILL and is_full and why != "arrivals":
+            return "held back: decode is full"
+        starves = self._demand.is_starving and not is_full and not self._has_one_pool
+        return "held back: prefill starves" if role is Role.DECODE and starves else ""
 
     @property
     def _has_one_pool(self) -> bool:
@@ -227,11 +255,15 @@ class ScalingPolicy:
             ):
                 continue
             granted = size - active if room is None else min(size - active, max(room, 0))
-            if granted == 0 or self._flip_is_faster(role):
+            if granted == 0 or self._flip_is_faster(now_s, role):
                 flip = self._flip(now_s, role)
                 if flip is not None:
                     yield flip
-                    continue
+                    if not settings.flips_in_place:
+                        continue
+                    # It takes no room: what else is needed starts beside it.
+                    active += 1
+                    granted = size - active if room is None else min(size - active, max(room, 0))
             if granted > 0:
                 room = None if room is None else room - granted
                 self._note(state, now_s, "grow")
@@ -243,23 +275,40 @@ class ScalingPolicy:
                     numbers=state.numbers,
                 )
 
-    def _flip_is_faster(self, role: Role) -> bool:
-        """A replica that keeps what it has loaded has only to drain."""
-        drain_s, start_s = self._roster.drain_s[_other(role)], self._roster.start_s[role]
-        return self._settings.flips_in_place and drain_s < start_s
+    def _flip_is_faster(self, now_s: float, role: Role) -> bool:
+        """A replica that keeps what it has loaded has only to drain; one without work, not even.
+
+        How long both take was seen: of the pool's last starts, and of the last flips to it.
+        """
+        one = self._flipper(now_s, role)
+        if one is None:
+            return False
+        is_idle = not any(busyness(one)) and not one.queued_tokens
+        flip_s = self._settings.change_s if is_idle else self._roster.flip_s[role]
+        return flip_s < self._roster.start_s[role]
+
+    def _flipper(self, now_s: float, role: Role) -> WorkerFigures | None:
+        """Returns who would come in place: the least busy that serves, unless it is the last."""
+        serving = self._roster.serving(_other(role), now_s)
+        if not self._settings.flips_in_place or len(serving) < 2:
+            return None
+        return min(serving, key=busyness)
 
     def _flip(self, now_s: float, role: Role) -> Decision | None:
         """Takes one replica of the other pool, if those left there would still do."""
         other = self._pools[_other(role)]
         numbers, state = other.numbers, self._pools[role]
         bounds = self._settings.range_of(_other(role))
+        flipper = self._flipper(now_s, role)
+        if flipper is None and self._settings.flips_in_place:
+            return None
         left = numbers.num_active - 1
         if left < bounds.least or left < max(1, numbers.survivors_need, numbers.need):
             return None
         if numbers.num_draining:
             # One at a time: the last one has not come yet.
             return None
-        retired = self._victims(now_s, _other(role), 1)
+        retired = self._victims(now_s, _other(role), 1) if flipper is None else (flipper.worker_id,)
         self._note(state, now_s, "grow")
         self._note(other, now_s, "shrink")
         return Decision(
@@ -277,7 +326,8 @@ class ScalingPolicy:
         for role, state in self._pools.items():
             numbers = state.numbers
             size = settings.range_of(role).clamp(max(numbers.survivors_need, numbers.need))
-            if size >= numbers.num_active:
+            if size >= numbers.num_active or state.changed_s == now_s:
+                # One that has just lost a replica to the other pool does not lose more at once.
                 continue
             is_above = numbers.num_active > settings.range_of(role).most
             if is_above:
@@ -285,6 +335,9 @@ class ScalingPolicy:
             elif not is_idle and not self._may_shrink(now_s, role):
                 continue
             retired = self._victims(now_s, role, numbers.num_active - size)
+            if not retired:
+                continue
+            size = numbers.num_active - len(retired)
             self._note(state, now_s, "shrink")
             why = "idle" if is_idle else "the others would still do"
             why = "above its range" if is_above else why
@@ -314,11 +367,13 @@ class ScalingPolicy:
         return not self._demand.is_decode_full
 
     def _victims(self, now_s: float, role: Role, count: int) -> tuple[str, ...]:
-        """Names who leaves: those that only start, the newest first; then the least busy."""
-        starting = [worker.worker_id for worker in self._roster.starting(role, now_s)]
-        serving = sorted(self._roster.serving(role, now_s), key=_busyness)
-        names = [*reversed(starting), *(worker.worker_id for worker in serving)]
-        return tuple(names[:count])
+        """Names who leaves."""
+        return choose_leavers(
+            self._roster.starting(role, now_s),
+            self._roster.serving(role, now_s),
+            count,
+            by_number=self._settings.leave_by_number,
+        )
 
     def _note(self, state: _PoolState, now_s: float, kind: Literal["grow", "shrink"]) -> None:
         settings = self._settings
@@ -337,7 +392,3 @@ class ScalingPolicy:
 
 def _other(role: Role) -> Role:
     return Role.DECODE if role is Role.PREFILL else Role.PREFILL
-
-
-def _busyness(worker: WorkerFigures) -> tuple[int, int, str]:
-    return (worker.num_running + worker.num_waiting + worker.num_held, worker.used_blocks, "")

@@ -17,17 +17,23 @@ class _Life:
     served_s: float | None
     """When it last served."""
     draining_s: float | None
+    has_flipped: bool = False
+    """It came from the other pool with its weights."""
 
 
 class Roster:
     """Remembers what is known of each replica over a registry that forgets. One thread."""
 
-    def __init__(self, *, lost_s: float, start_s: float, drain_s: float) -> None:
+    def __init__(
+        self, *, lost_s: float, start_s: float, drain_s: float, change_s: float = 1.0
+    ) -> None:
         """Knows nobody; takes the times to assume until they were seen."""
         self._lost_s = lost_s
         self._lives: dict[str, _Life] = {}
         self.start_s = {Role.PREFILL: start_s, Role.DECODE: start_s}
         self.drain_s = {Role.PREFILL: drain_s, Role.DECODE: drain_s}
+        self.flip_s = {Role.PREFILL: drain_s + change_s, Role.DECODE: drain_s + change_s}
+        """By the role that a replica came to, from the order until it served."""
 
     def update(self, now_s: float, workers: Iterable[WorkerFigures]) -> None:
         """Takes all replicas as of now; one that is missing is gone."""
@@ -37,8 +43,11 @@ class Roster:
             if life is None:
                 # One that serves at once was started when nobody looked.
                 life = _Life(worker, now_s, None, None)
+            elif life.figures.role is not worker.role:
+                life = _Life(worker, now_s, None, None, has_flipped=True)
             elif worker.is_serving and life.served_s is None and life.draining_s is None:
-                self._learn(self.start_s, worker.role, now_s - life.seen_s)
+                means = self.flip_s if life.has_flipped else self.start_s
+                self._learn(means, worker.role, now_s - life.seen_s)
             if worker.is_serving:
                 life.served_s = now_s
             if worker.is_draining and life.draining_s is None:
@@ -65,6 +74,16 @@ class Roster:
             for life in self._of(role)
             if life.served_s is None or now_s - life.served_s > self._lost_s
         ]
+
+    def coming_s(self, role: Role, now_s: float) -> float:
+        """Returns how long those that start now will have served when one more could have started.
+
+        In seconds of all of them together.
+        """
+        start_s = self.start_s[role]
+        return sum(
+            min(now_s - life.seen_s, start_s) for life in self._of(role) if life.served_s is None
+        )
 
     def draining(self, role: Role) -> list[WorkerFigures]:
         """Returns those that leave."""

@@ -82,6 +82,10 @@ class ScalingSettings:
 
     Doubled each time that it had to, up to four times this; forgotten when a size lasted so long.
     """
+    burst_memory_s: float = 1200.0
+    """So long after requests came faster than replicas can start, a pool keeps what they needed by
+    their rate: the next burst finds it there. 0: off.
+    """
     confirm_s: float = 10.0
     """A need from mere rates must last so long; what waits already is acted on at once."""
     overdue_s: float = 3.0
@@ -98,6 +102,11 @@ class ScalingSettings:
     """One that served and is not heard of counts for this long still: the registry may be away."""
     flips_in_place: bool = False
     """A replica can change its pool with its weights loaded: it has only to drain."""
+    change_s: float = 1.0
+    """How long a replica takes to change its pool once it has drained."""
+    leave_by_number: bool = False
+    """The highest number leaves first, whoever that is: Kubernetes takes no other of a StatefulSet.
+    """
     start_s: float = 20.0
     """How long a replica takes to start, until one did."""
     drain_s: float = 10.0

@@ -39,6 +39,12 @@ class Window:
         found = self._since(over_s)
         return sum(found) / len(found) if found else 0.0
 
+    def ago(self, seconds: float) -> float:
+        """Returns the sample of so long ago, or the oldest that is kept; 0 before the first."""
+        if not self._times:
+            return 0.0
+        return self._values[bisect_left(self._times, self._times[-1] - seconds)]
+
     def largest(self, over_s: float) -> float:
         """Returns the largest of the last seconds; 0 before the first sample."""
         return max(self._since(over_s), default=0.0)

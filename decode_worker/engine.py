@@ -1,7 +1,6 @@
 """The turn of a decode rank: take hand-offs in, compute one token for each sequence, stream it."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +56,8 @@ class DecodeEngine:
         # Stages of a pipeline are at work only with a step for each.
         self._joins_late = config.handoff.joins_late and config.engine.pipeline_parallel == 1
         self._samples = StepSamples(clock)
-        timed = JoiningRunner(SampledRunner(runner, self._samples), self._window)
+        sampled = SampledRunner(runner, self._samples, config.faults.step_delay_s)
+        timed = JoiningRunner(sampled, self._window)
         self._pipeline = StepPipeline(timed, self._plan_step)
         self._landing = landing
         self._outbox = outbox
@@ -228,8 +228,6 @@ class DecodeEngine:
         self._window.begin_plan()
         plan = self._scheduler.plan_step()
         self._return_let_go(self._scheduler.take_let_go())
-        if plan is not None and self._config.faults.step_delay_s:
-            time.sleep(self._config.faults.step_delay_s)
         return plan
 
     def _stream(self, progress: DecodeProgress) -> None:

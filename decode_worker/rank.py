@@ -112,7 +112,8 @@ def build_follower(context: FollowerContext) -> FollowerDesk:
     )
 
 
-def _build(context: RankContext) -> DecodeEngine:
+def build(context: RankContext) -> DecodeEngine:
+    """Makes the engine of rank 0, with its links."""
     device = find_link_device(context.kv, context.config.handoff)
     return build_engine(context, make_links(context, device), device)
 
@@ -131,4 +132,4 @@ def _note_spans(context: RankContext, unloader: Unloader) -> Unloader:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(_build, build_follower, describe_event))
+    sys.exit(run_rank(build, build_follower, describe_event))

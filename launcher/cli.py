@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from launcher.commands.autoscale import autoscale
 from launcher.commands.demo import demo
 from launcher.commands.demo_autoscale import demo_autoscale
 from launcher.commands.explain import explain
@@ -43,6 +44,7 @@ def make_app() -> typer.Typer:
         status,
         explain,
         scale,
+        autoscale,
         plan,
         profile,
         demo,

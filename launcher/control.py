@@ -16,7 +16,7 @@ from typing import Any, Self
 import grpc
 
 from autoscaler.controller import Controller
-from autoscaler.figures import PoolNumbers
+from autoscaler.figures import PoolNumbers, describe_law
 from autoscaler.policy import POOLS
 from autoscaler.settings import PoolRange
 from launcher.client import bearer
@@ -201,6 +201,7 @@ def to_wire(role: Role, bounds: PoolRange, numbers: PoolNumbers) -> control_pb2.
         kv_share=numbers.kv_share,
         tpot_s=numbers.tpot_s,
         why=numbers.why,
+        law=describe_law(numbers),
     )
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 from launcher.place import LocalPlace, Place
-from launcher.pool import Drain, Member, Scale, check_order
+from launcher.pool import Drain, Flip, Member, Order, Scale, check_order
 from launcher.redis_server import RedisServer, free_port
 from launcher.role_commands import Ports, role_command
 from launcher.supervisor import POLL_S, Supervisor
 from pdserve.config.cluster import ClusterConfig
-from pdserve.errors import InternalError, PdserveError
+from pdserve.errors import ConfigError, InternalError, PdserveError
 from pdserve.request import Role
 
 
@@ -43,6 +43,7 @@ class LocalCluster:
         self._host = config.host
         self._has_no_http = config.no_http
         self._can_be_empty = config.can_be_empty
+        self._can_flip = config.can_flip
         self._pools = (Role.PREFILL, Role.DECODE) if config.num_prefill else (Role.DECODE,)
         self._port = config.port or free_port(config.host)
         self._http_port = config.http_port or free_port(config.host)
@@ -96,6 +97,10 @@ class LocalCluster:
         """Process id of the router while it runs."""
         router = self._supervisor.router
         return None if router is None else router.pid
+
+    def router_addresses(self) -> tuple[str, ...]:
+        """Returns the address of the only router."""
+        return (self.address,)
 
     def members(self) -> tuple[Member, ...]:
         """Returns all replicas, oldest first, with their pids and records."""
@@ -181,6 +186,17 @@ class LocalCluster:
         """
         self._order(Drain(worker_id=worker_id))
 
+    def flip(self, worker_id: str, role: Role) -> None:
+        """Begins to drain one replica and lets it go on in the other pool, its weights loaded.
+
+        Raises:
+            KeyError: there is no such replica.
+            ConfigError: it is the last of its pool, or replicas of this cluster cannot flip.
+        """
+        if not self._can_flip:
+            raise ConfigError("replicas of this cluster cannot change their pool")
+        self._order(Flip(worker_id=worker_id, role=role))
+
     def kill(
         self,
         worker_id: str,
@@ -208,7 +224,7 @@ class LocalCluster:
             raise ProcessLookupError("the router does not run now")
         os.kill(pid, signal_number)
 
-    def _order(self, order: Scale | Drain) -> None:
+    def _order(self, order: Order) -> None:
         check_order(self.members(), order, pools=self._pools, can_be_empty=self._can_be_empty)
         self._supervisor.orders.put(order)
 

@@ -1,5 +1,6 @@
 """Where a replica's process lives: as a child of the launcher, or in an actor of a Ray cluster."""
 
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,9 @@ class Child(Protocol):
 
     def terminate(self) -> None:
         """Asks it to drain and end."""
+
+    def flip(self) -> None:
+        """Asks it to drain and go on in the other pool; only where replicas can."""
 
     def kill(self) -> None:
         """Kills it with all that it started, and waits for the end and the last line."""
@@ -93,6 +97,10 @@ class LocalChild:
     def terminate(self) -> None:
         """Asks it to drain and end."""
         self._child.terminate()
+
+    def flip(self) -> None:
+        """Asks it to drain and go on in the other pool."""
+        self._child.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """Kills its process group and waits."""

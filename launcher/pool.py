@@ -54,6 +54,14 @@ class Cluster(Protocol):
             ConfigError: it is the last of its pool.
         """
 
+    def flip(self, worker_id: str, role: Role) -> None:
+        """Begins to drain one replica and lets it go on in the other pool, its weights loaded.
+
+        Raises:
+            KeyError: there is no such replica.
+            ConfigError: it is the last of its pool, or replicas of this cluster cannot flip.
+        """
+
     def kill(
         self,
         worker_id: str,
@@ -86,6 +94,18 @@ class Drain:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Flip:
+    """An order to let one replica go on in another pool, with its weights loaded."""
+
+    worker_id: str
+    role: Role
+    """That it is to have."""
+
+
+Order = Scale | Drain | Flip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SizePlan:
     """What makes a pool the size it should be."""
 
@@ -109,7 +129,8 @@ def plan_size(members: Sequence[Member], order: Scale | Drain) -> SizePlan:
         active.sort(key=lambda m: (m.record is None, _number(m.worker_id)))
         retired = sorted((m.worker_id for m in active[order.num_replicas :]), key=_number)
         return SizePlan(retired=tuple(retired))
-    taken = {m.worker_id for m in pool}
+    # Of both pools: one that has flipped keeps its name.
+    taken = {m.worker_id for m in members}
     limit = len(taken) + order.num_replicas
     free = [name for i in range(limit) if (name := f"{order.role}-{i}") not in taken]
     return SizePlan(added=tuple(free[: order.num_replicas - len(active)]))
@@ -117,7 +138,7 @@ def plan_size(members: Sequence[Member], order: Scale | Drain) -> SizePlan:
 
 def check_order(
     members: Sequence[Member],
-    order: Scale | Drain,
+    order: Order,
     *,
     pools: Collection[Role],
     can_be_empty: bool = False,
@@ -140,6 +161,8 @@ def check_order(
         if order.role not in pools:
             raise ConfigError(f"the cluster was started without a {order.role} pool")
         return
+    if isinstance(order, Flip) and order.role not in pools:
+        raise ConfigError(f"the cluster was started without a {order.role} pool")
     role = next((m.role for m in members if m.worker_id == order.worker_id), None)
     if role is None:
         raise KeyError(order.worker_id)

@@ -1,5 +1,7 @@
-"""What an autoscaler sees of a cluster that this process launched: its members, and its router."""
+"""What an autoscaler sees of a cluster: its members, and its routers."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -9,35 +11,50 @@ import grpc
 from autoscaler.figures import Reading, Traffic, WorkerFigures
 from launcher.client import bearer, open_sync_channel
 from launcher.pool import Member
+from launcher.traffic_sum import TrafficSum
 from pdserve.config.cluster import ClusterConfig
-from pdserve.request import Role
+from pdserve.errors import PdserveError
+from pdserve.request import Incarnation
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.sample_intake import samples_from_wire
 from router.tenants import parse_api_key, parse_key_lines
 
 _TIMEOUT_S = 2.0
 
 
-class HasMembers(Protocol):
-    """Whoever knows the replicas."""
+class Watched(Protocol):
+    """Whoever knows the replicas and the routers."""
 
     def members(self) -> tuple[Member, ...]:
-        """Returns all replicas with their pids and records."""
+        """Returns all replicas with their records.
+
+        Raises:
+            PdserveError: it cannot say now.
+        """
+        ...
+
+    def router_addresses(self) -> tuple[str, ...]:
+        """Returns host:port of each router.
+
+        Raises:
+            PdserveError: it cannot say now.
+        """
         ...
 
 
 class ClusterFigures:
-    """Asks the router once a reading; one that does not answer leaves the reading without traffic.
+    """Asks all routers once a reading; without an answer the reading has no traffic.
 
     One thread reads.
     """
 
-    def __init__(self, cluster: HasMembers, config: ClusterConfig, address: str) -> None:
-        """Opens a channel to the router."""
+    def __init__(self, cluster: Watched, api_key: str | None) -> None:
+        """Asks nobody yet."""
         self._cluster = cluster
-        self._config = config
-        self._key = bearer(find_key(config))
-        self._channel = open_sync_channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._key = bearer(api_key)
+        self._channels: dict[str, grpc.Channel] = {}
+        self._sum = TrafficSum()
+        self._members: tuple[Member, ...] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -48,51 +65,83 @@ class ClusterFigures:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
 
     def read(self) -> Reading:
         """Returns all that is known now."""
-        infos: dict[str, inference_pb2.WorkerInfo] = {}
-        traffic: Traffic | None = None
         try:
-            server = self._stub.GetServerInfo(
-                inference_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S, metadata=self._key
-            )
-            loads = self._stub.GetLoads(
-                inference_pb2.GetLoadsRequest(), timeout=_TIMEOUT_S, metadata=self._key
-            )
-        except grpc.RpcError:
-            pass
-        else:
-            infos = {info.worker_id: info for info in loads.workers}
-            traffic = to_traffic(server)
-        return Reading(
-            workers=tuple(self._to_figures(one, infos) for one in self._cluster.members()),
-            traffic=traffic,
+            self._members = self._cluster.members()
+            addresses = self._cluster.router_addresses()
+        except PdserveError:
+            # Nothing is decided by what may have changed since.
+            return Reading(workers=self._workers({}), traffic=None)
+        answers = {}
+        infos: dict[str, inference_pb2.WorkerInfo] | None = None
+        for address, stub in self._stubs(addresses):
+            try:
+                server = stub.GetServerInfo(
+                    inference_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S, metadata=self._key
+                )
+                if infos is None:
+                    # Each router asks all workers for their figures: one of them is enough.
+                    loads = stub.GetLoads(
+                        inference_pb2.GetLoadsRequest(), timeout=_TIMEOUT_S, metadata=self._key
+                    )
+                    infos = {info.worker_id: info for info in loads.workers}
+            except grpc.RpcError:
+                continue
+            answers[address] = to_traffic(server)
+        traffic = None if infos is None else self._sum.add(answers)
+        return Reading(workers=self._workers(infos or {}), traffic=traffic)
+
+    def _stubs(
+        self, addresses: Sequence[str]
+    ) -> Sequence[tuple[str, inference_pb2_grpc.InferenceStub]]:
+        for address in set(self._channels) - set(addresses):
+            self._channels.pop(address).close()
+        for address in addresses:
+            if address not in self._channels:
+                self._channels[address] = open_sync_channel(address)
+        return [
+            (address, inference_pb2_grpc.InferenceStub(self._channels[address]))
+            for address in addresses
+        ]
+
+    def _workers(self, infos: dict[str, inference_pb2.WorkerInfo]) -> tuple[WorkerFigures, ...]:
+        return tuple(
+            to_figures(one, infos.get(one.worker_id, inference_pb2.WorkerInfo()))
+            for one in self._members
         )
 
-    def _to_figures(
-        self, member: Member, infos: dict[str, inference_pb2.WorkerInfo]
-    ) -> WorkerFigures:
-        config = self._config
-        engine = config.decode_engine if member.role is Role.DECODE else config.engine
-        info = infos.get(member.worker_id, inference_pb2.WorkerInfo())
-        load, record = info.load, member.record
-        return WorkerFigures(
-            worker_id=member.worker_id,
-            role=member.role,
-            is_serving=record is not None and record.state == "ready" and not member.is_draining,
-            is_draining=member.is_draining,
-            worker_class=str(member.role),
-            queued_tokens=load.queued_tokens,
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_held=info.ledger.held_handoffs,
-            used_blocks=load.active_blocks + load.reserved_blocks,
-            total_blocks=load.total_blocks or (0 if record is None else record.total_blocks),
-            block_size=engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-        )
+
+def to_figures(member: Member, info: inference_pb2.WorkerInfo) -> WorkerFigures:
+    """Puts together what a replica registered, and what it says of its load."""
+    load, record = info.load, member.record
+    figures = WorkerFigures(
+        worker_id=member.worker_id,
+        role=member.role,
+        is_serving=record is not None and record.state == "ready" and not member.is_draining,
+        is_draining=member.is_draining,
+        worker_class="" if record is None else record.worker_class,
+        queued_tokens=load.queued_tokens,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_held=info.ledger.held_handoffs,
+        used_blocks=load.active_blocks + load.reserved_blocks,
+        total_blocks=load.total_blocks or (0 if record is None else record.total_blocks),
+        life=Incarnation(info.incarnation) if info.HasField("load") else None,
+        report=load.report,
+        samples=samples_from_wire(load.samples),
+    )
+    if record is None:
+        return figures
+    return replace(
+        figures,
+        block_size=record.block_size,
+        max_num_seqs=record.max_num_seqs,
+        chunk_tokens=record.max_num_batched_tokens,
+    )
 
 
 def to_traffic(info: inference_pb2.GetServerInfoResponse) -> Traffic:
@@ -112,13 +161,10 @@ def find_key(config: ClusterConfig) -> str | None:
     """Returns a key that the router knows; None when it asks for none."""
     if config.api_keys:
         return parse_api_key(config.api_keys[0])[1]
-    if config.api_keys_file is None:
-        return None
-    path = Path(config.api_keys_file)
-    return next(
-        (
-            key
-            for _, key in parse_key_lines(path.read_text(encoding="utf-8").splitlines(), str(path))
-        ),
-        None,
-    )
+    return None if config.api_keys_file is None else read_key(Path(config.api_keys_file))
+
+
+def read_key(path: Path) -> str | None:
+    """Returns the first key of a file with lines of TENANT KEY."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((key for _, key in parse_key_lines(lines, str(path))), None)

@@ -151,6 +151,10 @@ class RayChild:
         """Asks the face to drain and end."""
         self._session.send(DrainFace(life=self._life))
 
+    def flip(self) -> None:
+        """Is never asked for: `can_flip` is off where replicas are actors."""
+        raise AssertionError("an actor cannot change its pool")
+
     def kill(self) -> None:
         """Kills the actor, and with it the face."""
         if self.status is None:

@@ -95,6 +95,16 @@ class Replica:
         if self._child is not None:
             self._child.terminate()
 
+    def flip(self, argv: Sequence[str]) -> None:
+        """Lets the child go on in the other pool once it has drained.
+
+        Args:
+            argv: what starts it there, should it end.
+        """
+        self._argv = tuple(argv)
+        if self._child is not None:
+            self._child.flip()
+
     def retire(self, until_s: float) -> None:
         """Drains the child for good; `revive` kills it if it is not done by then."""
         if self._retire_until_s is None:

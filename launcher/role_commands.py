@@ -64,6 +64,7 @@ def worker_configs(config: ClusterConfig, site: Site) -> tuple[WorkerConfig, ...
             cluster=site.name,
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
+            can_flip=config.can_flip,
             log_level=config.log_level,
             span_folder=config.span_folder,
             heartbeat_s=config.heartbeat_s,
@@ -135,6 +136,16 @@ def environment_of(config: WorkerConfig | RouterConfig) -> Mapping[str, str]:
     }
 
 
+def worker_argv(
+    worker: WorkerConfig, command_of: Callable[[str], Sequence[str]]
+) -> tuple[str, ...]:
+    """Returns what starts a replica; one that can flip is told its role by flag."""
+    if worker.can_flip:
+        return (*command_of("either-worker"), *to_argv(worker, without=HIDDEN_FIELDS))
+    command = command_of(f"{worker.role}-worker")
+    return (*command, *to_argv(worker, without=("role", *HIDDEN_FIELDS)))
+
+
 def stage_argvs(
     worker: WorkerConfig, command_of: Callable[[str], Sequence[str]]
 ) -> tuple[tuple[str, ...], ...]:
@@ -163,6 +174,7 @@ def role_command(role: str) -> tuple[str, ...]:
     Each role has a module of its own, so that no process imports what another role needs.
 
     Args:
-        role: `router`, `router-group`, `brain`, `prefill-worker`, `decode-worker` or `stage`.
+        role: `router`, `router-group`, `brain`, `prefill-worker`, `decode-worker`, `either-worker`
+            or `stage`.
     """
     return (sys.executable, "-m", f"launcher.roles.{role.replace('-', '_')}")

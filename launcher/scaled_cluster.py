@@ -1,21 +1,26 @@
-"""A cluster whose pools an autoscaler sizes for as long as it runs."""
+"""An autoscaler that sizes the pools of a cluster for as long as it runs."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from autoscaler.controller import Controller
+from autoscaler.controller import Controller, Pools
 from autoscaler.settings import ScalingSettings
 from launcher.control import ControlServer
 from launcher.local_pool import LocalCluster
-from launcher.pool_figures import ClusterFigures
+from launcher.pool_figures import ClusterFigures, Watched, find_key
 from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import ConfigError
 from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.profile_files import read_profiles
 from pdserve.timeline import MonotonicClock
+
+
+class Scalable(Pools, Watched, Protocol):
+    """Whoever runs replicas, and knows them and the routers."""
 
 
 class Autoscaling:
@@ -23,25 +28,31 @@ class Autoscaling:
 
     def __init__(
         self,
-        cluster: LocalCluster,
-        config: ClusterConfig,
+        cluster: Scalable,
         settings: ScalingSettings,
         *,
+        name: str,
+        api_key: str | None,
+        profiles: Sequence[str],
         report: Callable[[str], None],
         control_folder: Path | None,
     ) -> None:
         """Starts nothing yet.
 
         Args:
-            cluster: ready, and as it was configured.
-            config: of the cluster.
+            cluster: whose pools to size.
             settings: ranges and targets.
+            name: of the cluster.
+            api_key: that the routers know; None where they ask for none.
+            profiles: that the predictor starts from.
             report: takes a line for each decision.
             control_folder: where to tell of the door; None: no door.
         """
         self._cluster = cluster
-        self._config = config
         self._settings = settings
+        self._name = name
+        self._api_key = api_key
+        self._profiles = tuple(profiles)
         self._report = report
         self._folder = control_folder
         self._stopped = threading.Event()
@@ -55,15 +66,14 @@ class Autoscaling:
         return self._controller
 
     def __enter__(self) -> Self:
-        figures = self._stack.enter_context(
-            ClusterFigures(self._cluster, self._config, self._cluster.address)
-        )
+        predictor = Predictor(read_profiles(self._profiles))
+        figures = self._stack.enter_context(ClusterFigures(self._cluster, self._api_key))
         self._controller = Controller(
             self._settings,
             figures,
             self._cluster,
             MonotonicClock(),
-            predictor=Predictor(),
+            predictor=predictor,
             report=self._report,
         )
         thread = threading.Thread(
@@ -77,8 +87,8 @@ class Autoscaling:
                 control = ControlServer(
                     self._controller,
                     self._folder,
-                    self._cluster.name,
-                    has_prefill=self._config.num_prefill > 0,
+                    self._name,
+                    has_prefill=self._settings.prefill.most > 0,
                 )
             except (ConfigError, OSError) as error:
                 # The cluster serves all the same.
@@ -94,3 +104,31 @@ class Autoscaling:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+
+def autoscale_launched(
+    cluster: LocalCluster,
+    config: ClusterConfig,
+    settings: ScalingSettings,
+    *,
+    report: Callable[[str], None],
+    control_folder: Path | None,
+) -> Autoscaling:
+    """Returns the autoscaler of a cluster that this process launches; enter it once that is ready.
+
+    Args:
+        cluster: as it was configured.
+        config: of the cluster.
+        settings: ranges and targets.
+        report: takes a line for each decision.
+        control_folder: where to tell of the door of `pdserve scale`; None: no door.
+    """
+    return Autoscaling(
+        cluster,
+        settings,
+        name=cluster.name,
+        api_key=find_key(config),
+        profiles=config.profiles,
+        report=report,
+        control_folder=control_folder,
+    )

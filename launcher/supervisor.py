@@ -23,7 +23,7 @@ import grpc
 from launcher.gpus import GpuDealer
 from launcher.model_source import resolve_model
 from launcher.place import LocalPlace, Place
-from launcher.pool import Drain, Member, Scale, plan_size
+from launcher.pool import Flip, Member, Order, plan_size
 from launcher.redis_server import RedisServer
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import (
@@ -33,6 +33,7 @@ from launcher.role_commands import (
     environment_of,
     router_config,
     stage_argvs,
+    worker_argv,
     worker_configs,
 )
 from launcher.supervision import LeaseWatch
@@ -84,7 +85,7 @@ class Supervisor:
         # Whatever places replicas elsewhere deals out the GPUs there.
         self._gpus = GpuDealer(read_visible_gpus()) if isinstance(place, LocalPlace) else None
         self.records: dict[str, WorkerRecord] = {}
-        self.orders: SimpleQueue[Scale | Drain] = SimpleQueue()
+        self.orders: SimpleQueue[Order] = SimpleQueue()
         """From any thread, for this one."""
         self.is_ready = False
         self.stop_level: Literal[0, 1, 2] = 0
@@ -182,11 +183,9 @@ class Supervisor:
         def new_watch(now_s: float) -> LeaseWatch:
             return LeaseWatch(worker.registry_lease_s, self._config.ready_timeout_s, now_s)
 
-        command = self._role_command(f"{worker.role}-worker")
-        argv = [*command, *to_argv(worker, without=("role", *HIDDEN_FIELDS))]
         return Replica(
             worker.worker_id,
-            argv,
+            worker_argv(worker, self._role_command),
             {**environment_of(worker), **({} if self._gpus is None else self._gpus.deal(worker))},
             self._report_child,
             new_watch,
@@ -276,7 +275,10 @@ class Supervisor:
         if self._gpus is not None:
             self._gpus.keep(self.workers)
 
-    def _carry_out(self, order: Scale | Drain) -> None:
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Flip):
+            self._flip(order)
+            return
         plan = plan_size(self.members(), order)
         until_s = time.monotonic() + self._config.drain_timeout_s + _KILL_AFTER_DRAIN_S
         for name in plan.retired:
@@ -289,6 +291,19 @@ class Supervisor:
             workers[name][1].start()
         self.workers = workers
 
+    def _flip(self, order: Flip) -> None:
+        config, worker = self.workers.get(order.worker_id, (None, None))
+        if config is None or worker is None or worker.is_retiring or config.role is order.role:
+            return
+        if order.worker_id not in self.records:
+            # It starts, or is about to be restarted: as what it was, for now.
+            self._report(f"{order.worker_id} does not serve yet: it stays a {config.role} replica")
+            return
+        config = replace(config, role=order.role)
+        self._report(f"{order.worker_id} drains to become a {order.role} replica")
+        worker.flip(worker_argv(config, self._role_command))
+        self.workers = {**self.workers, order.worker_id: (config, worker)}
+
     def _refresh(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         watches = {name: worker.watch for name, (_, worker) in self.workers.items()}
         now_s = time.monotonic()
@@ -300,7 +315,7 @@ class Supervisor:
                     watch.observe_outage(now_s)
             return
         # A record of the process that runs now: the lease of a dead predecessor may still hold.
-        records = {
+        alive = {
             str(record.worker_id): record
             for record in found
             if record.worker_id in self.workers
@@ -308,8 +323,13 @@ class Supervisor:
         }
         for name, watch in watches.items():
             if watch is not None:
-                watch.observe(now_s, is_registered=name in records)
-        self.records = records
+                watch.observe(now_s, is_registered=name in alive)
+        # One that flips drains under its old role: it does not serve in its new one yet.
+        self.records = {
+            name: record
+            for name, record in alive.items()
+            if record.role is self.workers[name][0].role
+        }
 
     def _children(self) -> tuple[Replica, ...]:
         workers = tuple(worker for _, worker in self.workers.values())

@@ -15,6 +15,7 @@ PdserveError
   StaleAttempt          a message of a fenced attempt or of an earlier incarnation
   TransferError         a hand-off failed; says whether a retry is safe
   WorkerLost            a worker died or froze
+  PoolApiError          whoever runs replicas elsewhere refused an order, or did not answer
   InternalError         our own bug, seen at a server's edge
   ConfigError           a flag, file or model folder the user can mend (exits 2, never a status)
 """
@@ -152,6 +153,18 @@ class WorkerLost(PdserveError):
 
     grpc_code = 14
     reason = "WORKER_LOST"
+
+
+class PoolApiError(PdserveError):
+    """Whoever runs replicas elsewhere refused an order, or did not answer."""
+
+    grpc_code = 14
+    reason = "POOL_API"
+
+    def __init__(self, message: str, *, status: int | None) -> None:
+        """Takes the HTTP status; None where there was no answer."""
+        super().__init__(message)
+        self.status = status
 
 
 class InternalError(PdserveError):

@@ -1,7 +1,6 @@
 """The turn of a prefill rank: queue, compute chunks, hand KV off, tell the router."""
 
 import math
-import time
 
 from kv_transfer import codec
 from kv_transfer.events import FrameSent, LinkDown
@@ -47,9 +46,8 @@ class PrefillEngine:
         self._config = config
         self._scheduler = scheduler
         self._samples = StepSamples(clock)
-        self._pipeline = StepPipeline(
-            SampledRunner(runner, self._samples), self._plan_step, desk.launched
-        )
+        timed = SampledRunner(runner, self._samples, config.faults.step_delay_s)
+        self._pipeline = StepPipeline(timed, self._plan_step, desk.launched)
         self._desk = desk
         self._outbox = outbox
         self._clock = clock
@@ -192,8 +190,6 @@ class PrefillEngine:
         for part in plan.slices:
             # One step may take more requests than the window announced.
             self._desk.enter_window(part.request.request_id)
-        if self._config.faults.step_delay_s:
-            time.sleep(self._config.faults.step_delay_s)
         return plan
 
     def _pass_on(self, progress: PrefillProgress) -> None:

@@ -95,7 +95,8 @@ def build_follower(context: FollowerContext) -> FollowerDesk:
     )
 
 
-def _build(context: RankContext) -> PrefillEngine:
+def build(context: RankContext) -> PrefillEngine:
+    """Makes the engine of rank 0, with its links."""
     device = find_link_device(context.kv, context.config.handoff)
     return build_engine(context, make_links(context, device), device)
 
@@ -113,4 +114,4 @@ def _note_spans(context: RankContext, shipper: Shipper) -> Shipper:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(_build, build_follower, describe_event))
+    sys.exit(run_rank(build, build_follower, describe_event))

@@ -20,10 +20,14 @@ def observe_samples(
     samples: Iterable[types_pb2.StepSample],
 ) -> None:
     """Observes each sample; kinds of later versions are left out."""
-    for wire in samples:
-        sample = _sample_from_wire(wire)
-        if sample is not None:
-            predictor.observe(worker_class, life, sample)
+    for sample in samples_from_wire(samples):
+        predictor.observe(worker_class, life, sample)
+
+
+def samples_from_wire(samples: Iterable[types_pb2.StepSample]) -> tuple[Sample, ...]:
+    """Decodes samples; kinds of later versions are left out."""
+    found = (_sample_from_wire(wire) for wire in samples)
+    return tuple(sample for sample in found if sample is not None)
 
 
 def _sample_from_wire(wire: types_pb2.StepSample) -> Sample | None:

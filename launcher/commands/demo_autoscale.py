@@ -22,7 +22,7 @@ from launcher.commands.demo import Log
 from launcher.demo_script import MODEL
 from launcher.local_pool import LocalCluster
 from launcher.options.life import default_log_level
-from launcher.scaled_cluster import Autoscaling
+from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig, LoadFormat
 from pdserve.errors import InternalError, PdserveError
@@ -57,6 +57,7 @@ def demo_autoscale(
         tpot_s=0.06,
         rate_window_s=5.0,
         settle_s=8.0,
+        burst_memory_s=10.0,
         confirm_s=2.0,
         shrink_pause_s=2.0,
         catch_up_s=5.0,
@@ -84,7 +85,7 @@ def demo_autoscale(
     try:
         cluster.start()
         with (
-            Autoscaling(
+            autoscale_launched(
                 cluster, config, settings, report=view.note_decision, control_folder=None
             ) as scaled,
             Load(cluster.address) as load,

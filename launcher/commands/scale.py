@@ -57,6 +57,10 @@ def scale(
         )
         console = Console(width=120)
         console.print(pools_table(found))
+        for pool in found.pools:
+            if pool.range.most:
+                text = pool.law or "no law yet: by what was measured and counted"
+                console.print(f"{pool.role}: {text}", markup=False)
         for decision in found.decisions:
             console.print(f"{decision.age_s:6.0f} s ago  {decision.text}", markup=False)
     return 0

@@ -19,7 +19,7 @@ from launcher.options.ranks import RankOptions
 from launcher.place import Place
 from launcher.ray_pool import RayPlace
 from launcher.run_cluster import run_until_signal, write_line
-from launcher.scaled_cluster import Autoscaling
+from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.load import read_runtime_folder
 from pdserve.request import Role
@@ -42,11 +42,12 @@ def serve(
 
     SIGTERM or Ctrl-C drains; a second one stops now.
     """
-    settings = pools.settings()
+    is_local = place.launcher == "local"
+    settings = pools.settings(may_flip=is_local and ranks.is_one_each)
     config = _make_config(settings, listeners, membership, engine, ranks, handoff, clients, life)
     config, where = _choose_place(config, place)
     launched = LocalCluster(config, cluster=membership.cluster, report=write_line, place=where)
-    scaled = Autoscaling(
+    scaled = autoscale_launched(
         launched,
         config,
         settings,
@@ -68,6 +69,7 @@ def _make_config(
 ) -> ClusterConfig:
     return ClusterConfig(
         engine=engine.config(ranks),
+        can_flip=settings.flips_in_place,
         num_prefill=first_size(settings.prefill),
         num_decode=first_size(settings.decode),
         can_be_empty=settings.can_be_empty,

@@ -24,6 +24,14 @@ class PoolOptions:
     max_replicas: Annotated[
         int | None, typer.Option(help="Of both pools together, where they share GPUs.")
     ] = None
+    flips: Annotated[
+        bool,
+        typer.Option(
+            "--flips/--no-flips",
+            help="Let replicas of pools of MIN..MAX change their pool with their weights loaded, "
+            "where each has one rank and is a child of this process.",
+        ),
+    ] = True
     ttft_target_s: Annotated[float, typer.Option(help="What pools of MIN..MAX are sized for.")] = (
         1.0
     )
@@ -33,13 +41,16 @@ class PoolOptions:
         typer.Option(metavar="NAME=VALUE", hidden=True, help="Of ScalingSettings."),
     ] = None
 
-    def settings(self) -> ScalingSettings:
+    def settings(self, *, may_flip: bool) -> ScalingSettings:
         """Returns what the autoscaler is to reach.
+
+        Args:
+            may_flip: replicas are such that they can change their pool.
 
         Raises:
             ConfigError: a size is no range, or out of bounds.
         """
-        return replace(
+        settings = replace(
             from_pairs(ScalingSettings, self.scaling or (), "--scaling"),
             prefill=_range(self.prefill, "--prefill", 0),
             decode=_range(self.decode, "--decode", 1),
@@ -47,6 +58,9 @@ class PoolOptions:
             ttft_s=self.ttft_target_s,
             tpot_s=self.tpot_target_s,
         )
+        is_sized = not (settings.prefill.is_fixed and settings.decode.is_fixed)
+        flips = self.flips and may_flip and is_sized and settings.prefill.most > 0
+        return replace(settings, flips_in_place=flips)
 
 
 def first_size(bounds: PoolRange) -> int:

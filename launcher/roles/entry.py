@@ -15,15 +15,18 @@ from pdserve.line_output import write_line
 from pdserve.request import Role
 
 
-def run_worker(role: Role, run: Callable[[WorkerConfig], int]) -> int:
-    """Runs a worker with the settings of this process; returns its exit status."""
+def run_worker(role: Role | None, run: Callable[[WorkerConfig], int]) -> int:
+    """Runs a worker with the settings of this process; returns its exit status.
+
+    Without a role, a flag says which one it is to have first.
+    """
     try:
         config = from_argv(
             WorkerConfig,
             sys.argv[1:],
             read_environment(),
-            program=f"pdserve {role}-worker",
-            fixed={"role": role},
+            program=f"pdserve {role or 'either'}-worker",
+            fixed={} if role is None else {"role": role},
         )
         engine = config.engine
         folder = _resolve(engine.model, needs_weights=engine.load_format != "dummy")

@@ -54,6 +54,8 @@ class ClusterConfig:
     registry_lease_s: float = 3.0
     frozen_after_s: float = 5.0
     """No progress of a rank for this long, with work queued, means frozen."""
+    can_flip: bool = False
+    """Replicas can change their pool with their weights loaded."""
     spread_stages: bool = False
     """Pipeline stages behind the first are on nodes of their own; see WorkerConfig."""
     stage_token: str | None = field(default=None, repr=False)
@@ -98,4 +100,6 @@ class ClusterConfig:
             raise ConfigError(f"fronts must be at least 1, got {self.fronts}")
         if self.num_decode < 1:
             raise ConfigError(f"num_decode must be at least 1, got {self.num_decode}")
-        _ = self.decode_engine
+        decode_engine = self.decode_engine
+        if self.can_flip and (self.engine.num_ranks > 1 or decode_engine != self.engine):
+            raise ConfigError("can_flip must be off where a replica has several ranks")

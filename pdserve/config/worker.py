@@ -129,6 +129,8 @@ class WorkerConfig:
     orphan_grace_s: float = 20.0
     """Requests of a front that has had no stream for this long are cancelled."""
     drain_timeout_s: float = 60.0
+    can_flip: bool = False
+    """SIGUSR1 makes it drain and go on in the other pool, with its weights loaded."""
     spread_stages: bool = False
     """True: the face starts the first pipeline stage only; each other one is held by a `pdserve
     stage` on a node of its own, which the face finds in the registry."""
@@ -156,8 +158,16 @@ class WorkerConfig:
                 f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "
                 f"got {self.handoff.frame_tokens}"
             )
+        if self.can_flip and self.engine.num_ranks > 1:
+            raise ConfigError(f"can_flip must be off with {self.engine.num_ranks} ranks a replica")
         if self.stage_silence_s <= 0:
             raise ConfigError(f"stage_silence_s must be above 0, got {self.stage_silence_s:g}")
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Those that it may have, the present one first."""
+        others = tuple(role for role in Role if role is not self.role)
+        return (self.role, *others) if self.can_flip else (self.role,)
 
     @property
     def has_remote_stages(self) -> bool:

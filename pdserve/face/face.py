@@ -1,6 +1,8 @@
 """A worker's face process: starts the rank, serves routers and peers, keeps the registry lease.
 
 starting -> ready -> draining -> stopped        frozen or dead rank: stop at once, exit non-zero
+
+SIGUSR1 drains as SIGTERM does; then the ranks go on, with their weights, behind another face.
 """
 
 import asyncio
@@ -28,6 +30,7 @@ from pdserve.face.progress import ProgressMonitor
 from pdserve.face.rank_group import RankGroup, start_ranks
 from pdserve.face.rank_process import RankHandlers, RankProcess
 from pdserve.face.service import WorkerService, new_worker_info
+from pdserve.face.services import FaceServices
 from pdserve.face.stage_claims import ClaimedStage, StageClaimer
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
@@ -44,8 +47,6 @@ logger = logging.getLogger(__name__)
 EXIT_OK, EXIT_RANK_LOST, EXIT_FROZEN = 0, 1, 3
 
 T = TypeVar("T")
-
-AddServices = Callable[[RpcServer, RankProcess, WorkerConfig], None]
 
 
 class Face:
@@ -72,7 +73,9 @@ class Face:
         self._drained = asyncio.Event()
         self._stopped_early = asyncio.Event()
         """Told to stop while it was starting: nothing is there to drain."""
-        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._flips = False
+        """It drains to let its ranks go on in the other pool."""
+        self._exit: asyncio.Future[int | RankGroup] = asyncio.get_running_loop().create_future()
         self._rank: RankProcess | None = None
         """Rank 0."""
         self._ranks: RankGroup | None = None
@@ -80,10 +83,20 @@ class Face:
         self._renewal: asyncio.Task[None] | None = None
         self._started_at_s = time.monotonic()
 
+    @property
+    def was_told_to_end(self) -> bool:
+        """A signal to end came when nothing was left here to drain."""
+        return self._stopped_early.is_set()
+
     async def run(
-        self, rank_module: str, service_names: tuple[str, ...], add_services: AddServices
-    ) -> int:
-        """Serves until stopped; returns the exit status.
+        self, rank_module: str, services: FaceServices, ranks: RankGroup | None = None
+    ) -> int | RankGroup:
+        """Serves until stopped; returns the exit status, or the ranks for the other role's face.
+
+        Args:
+            rank_module: what ranks run.
+            services: of this role.
+            ranks: of the face before this one; None starts them.
 
         Raises:
             ConfigError: the rank could not start for a reason the user can mend, or a port is
@@ -98,19 +111,19 @@ class Face:
             on_leaving=self._on_leaving,
             on_cache_changes=self._cache.publish,
         )
-        server = make_server(*service_names)
+        server = make_server(*services.names)
         port = server.bind(config.host, config.port)
         metrics_registry = CollectorRegistry()
         metrics_registry.register(self._collector)
         metrics = serve_metrics(metrics_registry, config.host, config.metrics_port)
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-            ranks = await self._unless_stopped(self._start_ranks(rank_module, handlers))
-            ready = None if ranks is None else await self._unless_stopped(ranks.wait_ready())
-            if ranks is None or ready is None:
+            self._heed_signals()
+            starting = self._start_ranks(rank_module, handlers, ranks)
+            started = await self._unless_stopped(starting)
+            ready = None if started is None else await self._unless_stopped(started.wait_ready())
+            if started is None or ready is None:
                 return EXIT_OK
-            rank = ranks.leader
+            rank = started.leader
             worker = WorkerService(
                 rank,
                 self._streams,
@@ -120,7 +133,7 @@ class Face:
                 self._patience_s,
             )
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
-            add_services(server, rank, config)
+            services.add(server, rank, config)
             address = join_address(config.host, port)
             await self._open(server, ready, address, metrics.address)
             return await self._exit
@@ -131,7 +144,21 @@ class Face:
     def _patience_s(self) -> float:
         return max(self._config.handoff.call_timeout_s, self._monitor.limit_s)
 
-    async def _start_ranks(self, module: str, handlers: RankHandlers) -> RankGroup:
+    def _heed_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        if self._config.can_flip:
+            loop.add_signal_handler(signal.SIGUSR1, self._on_flip)
+
+    async def _start_ranks(
+        self, module: str, handlers: RankHandlers, ranks: RankGroup | None
+    ) -> RankGroup:
+        if ranks is not None:
+            self._ranks, self._rank = ranks, ranks.leader
+            self._spawn(self._run_ranks(ranks))
+            await ranks.change_role(self._config.role, self._incarnation, handlers)
+            return ranks
         config = self._config
         stages: tuple[ClaimedStage, ...] = ()
         if config.has_remote_stages:
@@ -219,7 +246,7 @@ class Face:
         )
 
     async def _run_ranks(self, ranks: RankGroup) -> None:
-        await ranks.run()
+        await ranks.wait_lost()
         self._finish(EXIT_RANK_LOST)
 
     async def _watch(self, server: RpcServer) -> None:
@@ -275,9 +302,17 @@ class Face:
     def _on_signal(self) -> None:
         if self._info.state == "ready":
             self._spawn(self._drain())
+        elif self._flips:
+            # The first signal to end: what drains goes on to do so, and then ends.
+            self._flips = False
         else:
             self._stopped_early.set()
             self._finish(EXIT_OK)
+
+    def _on_flip(self) -> None:
+        if self._info.state == "ready":
+            self._flips = True
+            self._spawn(self._drain())
 
     def _on_leaving(self) -> None:
         """A stage was told to end. Unlike a second signal, a second stage cuts no drain short."""
@@ -297,10 +332,12 @@ class Face:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._drained.wait()
         except TimeoutError:
+            # Nor does it flip: the rank still holds what nobody will ask for.
             logger.warning("drain timed out", extra={"worker_id": self._info.worker_id})
-        self._finish(EXIT_OK)
+            self._flips = False
+        self._finish(self._ranks if self._flips and self._ranks is not None else EXIT_OK)
 
-    def _finish(self, status: int) -> None:
+    def _finish(self, status: "int | RankGroup") -> None:
         if not self._exit.done():
             self._exit.set_result(status)
 
@@ -320,7 +357,10 @@ class Face:
         self._finish(EXIT_RANK_LOST)
 
     async def _close(self, server: RpcServer) -> None:
-        self._on_close()
+        hands_over = self._exit.done() and self._exit.result() is self._ranks
+        if not hands_over:
+            self._on_close()
+        self._flips = False
         self._info.state = "stopped"
         if self._renewal is not None and self._membership is not None:
             # A renewal under way could overtake the farewell and bring the record back.
@@ -328,7 +368,7 @@ class Face:
             await asyncio.gather(self._renewal, return_exceptions=True)
             await self._membership.leave()
         await server.stop(0.2)
-        if self._ranks is not None:
+        if self._ranks is not None and not hands_over:
             await self._ranks.stop(timeout_s=3.0)
         for task in list(self._tasks):
             task.cancel()

@@ -1,17 +1,24 @@
 """The main of a worker's face process."""
 
 import faulthandler
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import cycle
 
 import uvloop
 
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, WorkerLost
-from pdserve.face.face import EXIT_RANK_LOST, AddServices, Face, report_config_error
+from pdserve.face.face import EXIT_OK, EXIT_RANK_LOST, Face, report_config_error
+from pdserve.face.rank_group import RankGroup
+from pdserve.face.services import FaceServices
 from pdserve.log import configure_logging
 from pdserve.registry.redis import RedisRegistry
+from pdserve.request import Role
 
 CLOSE_TIMEOUT_S = 20.0
 """Longer than all deadlines of a close together."""
+STOP_TIMEOUT_S = 3.0
 
 
 def bound_close(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -23,25 +30,33 @@ def bound_close(timeout_s: float = CLOSE_TIMEOUT_S) -> None:
 
 
 def run_worker(
-    config: WorkerConfig,
-    rank_module: str,
-    service_names: tuple[str, ...],
-    add_services: AddServices,
+    config: WorkerConfig, rank_module: str, services: Mapping[Role, FaceServices]
 ) -> int:
     """Runs one replica until it is drained or lost; returns its exit status.
+
+    A replica that flips has one face after the other, each with an incarnation of its own.
 
     Args:
         config: the replica's settings.
         rank_module: what the rank process runs, as `python -m rank_module`.
-        service_names: full names of the gRPC services, for health and reflection.
-        add_services: adds the pool's own services to the server.
+        services: of each role that it may have.
     """
+    assert set(config.roles) <= set(services), "a role that nobody serves"
     configure_logging(config.log_level, fields={"worker_id": config.worker_id, "process": "face"})
 
     async def serve() -> int:
         async with RedisRegistry(config.redis_url, config.cluster) as registry:
-            face = Face(config, registry, on_close=bound_close)
-            return await face.run(rank_module, service_names, add_services)
+            ranks: RankGroup | None = None
+            for role in cycle(config.roles):
+                face = Face(replace(config, role=role), registry, on_close=bound_close)
+                ended = await face.run(rank_module, services[role], ranks)
+                if isinstance(ended, int):
+                    return ended
+                ranks = ended
+                if face.was_told_to_end:
+                    await ranks.stop(STOP_TIMEOUT_S)
+                    break
+            return EXIT_OK
 
     try:
         return uvloop.run(serve())

@@ -23,7 +23,7 @@ from pdserve.face.rank_process import RankHandlers, RankPlace, RankProcess, star
 from pdserve.face.remote_stage import RemoteStage
 from pdserve.face.stage_claims import ClaimedStage
 from pdserve.models.folder import geometry_of, read_model_config
-from pdserve.request import Incarnation
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import make_pair
 from pdserve.rpc.v1 import inference_pb2, rank_pb2
 
@@ -46,6 +46,7 @@ class RankGroup:
         self._stages = stages
         self._relay = relay
         self._folder = folder
+        self._running: asyncio.Task[None] | None = None
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -81,6 +82,27 @@ class RankGroup:
         self._remove_folder()
         return ready
 
+    async def wait_lost(self) -> None:
+        """Receives until one of them is gone; goes on doing so for others who wait, if cancelled.
+
+        The ranks may have one face after the other.
+        """
+        if self._running is None:
+            self._running = asyncio.create_task(self.run())
+        await asyncio.shield(self._running)
+
+    async def change_role(
+        self, role: Role, incarnation: Incarnation, handlers: RankHandlers
+    ) -> None:
+        """Tells a drained rank to go on as another role, for another face; see `wait_ready`.
+
+        Raises:
+            WorkerLost: the rank died.
+        """
+        assert len(self._ranks) + len(self._stages) == 1, "only an only rank can change its role"
+        self.leader.handlers = replace(handlers, on_key=self._relay.put)
+        await self.leader.change_role(role, incarnation)
+
     async def run(self) -> None:
         """Receives until one of them is gone."""
         jobs = [rank.run() for rank in self._ranks] + [stage.run() for stage in self._stages]
@@ -104,6 +126,9 @@ class RankGroup:
         await asyncio.gather(*(rank.stop(timeout_s) for rank in self._ranks))
         for stage in self._stages:
             stage.kill()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         self._remove_folder()
 
     def _remove_folder(self) -> None:

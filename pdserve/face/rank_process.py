@@ -12,7 +12,7 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, DeadlineExceeded, PdserveError, WorkerLost
 from pdserve.face.rank_gpus import VISIBLE_GPUS
 from pdserve.process import ChildProcess, spawn
-from pdserve.request import Incarnation
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, make_pair
 from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import rank_pb2
@@ -106,6 +106,16 @@ class RankProcess:
         error = ConfigError if failed.is_user_error else WorkerLost
         if not self.ready.done():
             self.ready.set_exception(error(failed.message))
+
+    async def change_role(self, role: Role, incarnation: Incarnation) -> None:
+        """Tells a drained rank to go on as another role; `ready` is then that role's.
+
+        Raises:
+            WorkerLost: the rank died.
+        """
+        self.ready = asyncio.get_running_loop().create_future()
+        change = rank_pb2.ChangeRole(role=role, incarnation=incarnation)
+        await self.send(rank_pb2.ToRank(change_role=change))
 
     async def call(self, message: rank_pb2.ToRank, timeout_s: float) -> rank_pb2.RankReply:
         """Sends a call and waits for its reply.

@@ -92,7 +92,10 @@ def load_rank(
         part=geometry.parts[arguments.rank],
         shard=shard,
         max_model_len=max_model_len,
-        link_bytes=link_memory_bytes(config.handoff, geometry, arguments.rank, config.role),
+        link_bytes=max(
+            link_memory_bytes(config.handoff, geometry, arguments.rank, role)
+            for role in config.roles
+        ),
         mark_layers=_choose_mark_layers(config, geometry),
         exchange=exchange,
     )
@@ -110,7 +113,7 @@ def load_rank(
 
 def _choose_mark_layers(config: WorkerConfig, geometry: KvGeometry) -> int | None:
     """Returns how many layers apart steps are marked: for frames as a worker alike would want."""
-    if config.engine.device == "cpu" or config.role is not Role.PREFILL:
+    if config.engine.device == "cpu" or Role.PREFILL not in config.roles:
         return None
     layered = settle_frames(config.handoff, geometry, is_on_gpu=True).layered
     return geometry.num_layers if layered is None else layered.layers

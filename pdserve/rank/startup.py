@@ -30,8 +30,8 @@ from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.meeting import FolderMeeting, KeyBook, RelayedMeeting
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.spans import Describe, SpanEngine, SpanRunner, post_noter
-from pdserve.rank.step_loop import Engine, StepLoop
-from pdserve.request import Incarnation
+from pdserve.rank.step_loop import Engine, StepLoop, is_end
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
 from pdserve.spans import SpanFile, SpanLog
@@ -77,7 +77,7 @@ def run_rank(
     """Runs this process; returns its exit status.
 
     Args:
-        build: makes the engine of rank 0.
+        build: makes the engine of rank 0, as the role in its context.
         build_follower: makes what another rank is.
         describe: words for what is posted to the inbox, where spans are wanted.
     """
@@ -100,10 +100,7 @@ def run_rank(
             context = replace(_load(config, arguments, inbox, outbox), spans=spans)
             if spans is not None:
                 context = replace(context, runner=SpanRunner(context.runner, spans, clock))
-            engine = build(context)
-            if spans is not None:
-                engine = SpanEngine(engine, describe, spans, clock)
-            _lead(context, engine)
+            _lead_on(context, build, describe)
     except ConfigError as error:
         outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=True)))
         return 2
@@ -157,8 +154,31 @@ def _open_spans(config: WorkerConfig, rank: int) -> SpanLog | None:
     return SpanFile(Path(config.span_folder), f"{config.worker_id}-rank{rank}")
 
 
-def _lead(context: RankContext, engine: Engine) -> None:
-    """Lives as rank 0."""
+def _lead_on(
+    context: RankContext, build: Callable[[RankContext], Engine], describe: Describe
+) -> None:
+    """Lives as rank 0: in one role, or in one after the other with what is loaded."""
+    while True:
+        engine = build(context)
+        if context.spans is not None:
+            engine = SpanEngine(engine, describe, context.spans, context.clock)
+        change = _lead(context, engine)
+        # Links have ended with their engine: what they still said is of no more use to anyone.
+        if change is None or any(is_end(event) for event in context.inbox.drain(0.0)):
+            return
+        role = Role(change.role)
+        logger.info("changes its role", extra={"role": role})
+        # Nothing of the KV is kept: the new engine counts all blocks as free.
+        context = replace(
+            context,
+            config=replace(context.config, role=role),
+            incarnation=Incarnation(change.incarnation),
+            granules=CachedGranules(),
+        )
+
+
+def _lead(context: RankContext, engine: Engine) -> rank_pb2.ChangeRole | None:
+    """Lives as rank 0 in one role; returns the next one."""
     inbox, outbox = context.inbox, context.outbox
     # What is loaded by now stays: a full collection that walks over all of torch takes 0.1 s, in
     # the middle of somebody's stream.
@@ -179,7 +199,7 @@ def _lead(context: RankContext, engine: Engine) -> None:
             full_step_s=context.full_step_s,
             granules=context.granules,
         )
-        loop.run()
+        return loop.run()
 
 
 def _failure(error: Exception, *, is_user_error: bool) -> rank_pb2.RankFailed:

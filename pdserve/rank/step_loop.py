@@ -54,6 +54,12 @@ class Engine(Protocol):
         ...
 
 
+def is_end(event: object) -> bool:
+    """Says whether an event ends this process."""
+    is_told = isinstance(event, rank_pb2.ToRank) and event.HasField("shutdown")
+    return is_told or isinstance(event, ChannelLost)
+
+
 class StepLoop:
     """Runs an engine until the face says so or is gone.
 
@@ -99,18 +105,18 @@ class StepLoop:
         self._steps = 0
         self._total_step_s = 0.0
 
-    def run(self) -> None:
-        """Turns until shutdown.
+    def run(self) -> rank_pb2.ChangeRole | None:
+        """Turns until shutdown, or until the face wants another role; returns which one.
 
         Raises:
             ChannelClosed: the face died while something was sent to it.
         """
         try:
-            self._turn_until_shutdown()
+            return self._turn_until_told()
         finally:
             self._waiter.close()
 
-    def _turn_until_shutdown(self) -> None:
+    def _turn_until_told(self) -> rank_pb2.ChangeRole | None:
         has_ended = False
         next_heartbeat_s = self._clock.now()
         while True:
@@ -118,10 +124,10 @@ class StepLoop:
             for event in self._inbox.drain(pause_s):
                 if isinstance(event, StepOver):
                     continue
-                if isinstance(event, ChannelLost):
-                    return
-                if isinstance(event, rank_pb2.ToRank) and event.HasField("shutdown"):
-                    return
+                if is_end(event):
+                    return None
+                if isinstance(event, rank_pb2.ToRank) and event.HasField("change_role"):
+                    return event.change_role
                 self._engine.handle(event)
             self._engine.tick()
             has_ended = self._timed_step()

@@ -4,6 +4,7 @@ Only steps of one kind are of use: one piece of one prompt, or one token for eac
 takes the time from its launch, or from the end of the step before it, to its own end.
 """
 
+import time
 from collections import deque
 
 from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
@@ -70,10 +71,11 @@ class StepSamples:
 class SampledRunner:
     """A `StepRunner` whose steps are timed."""
 
-    def __init__(self, runner: StepRunner, samples: StepSamples) -> None:
-        """Wraps a runner."""
+    def __init__(self, runner: StepRunner, samples: StepSamples, delay_s: float = 0.0) -> None:
+        """Wraps a runner; a delay that is injected counts as part of its steps."""
         self._runner = runner
         self._samples = samples
+        self._delay_s = delay_s
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -83,4 +85,6 @@ class SampledRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Launches a step; one that is computed here and now is timed from before that."""
         self._samples.note_launch()
+        if self._delay_s:
+            time.sleep(self._delay_s)
         return self._runner.launch(plan)

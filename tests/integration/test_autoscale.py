@@ -5,8 +5,9 @@ import time
 from pathlib import Path
 
 from autoscaler.settings import PoolRange, ScalingSettings
-from launcher.scaled_cluster import Autoscaling
+from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.worker import FaultConfig
+from pdserve.predictor.predictor import MIN_SAMPLES
 from pdserve.request import Role
 from tests.support.cluster import HarnessClient, running_cluster, wait_until, wait_until_async
 from tests.support.models import tiny_llama_folder  # noqa: F401
@@ -18,6 +19,7 @@ SETTINGS = ScalingSettings(
     tpot_s=0.5,
     rate_window_s=4.0,
     settle_s=6.0,
+    burst_memory_s=0.0,
     confirm_s=1.0,
     shrink_pause_s=1.0,
     catch_up_s=4.0,
@@ -51,9 +53,9 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
     lines: list[str] = []
     with running_cluster(tiny_llama_folder, prefill_faults=SLOW) as harness:
         cluster = harness.cluster
-        with Autoscaling(
+        with autoscale_launched(
             cluster, harness.config, SETTINGS, report=lines.append, control_folder=None
-        ):
+        ) as scaled:
             async with harness.connect() as client:
                 stopped = asyncio.Event()
                 tasks = [asyncio.create_task(ask_until(client, stopped, i)) for i in range(12)]
@@ -76,8 +78,14 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
                 await wait_until_async(has_shrunk, 60, "both pools have shrunk")
                 few.set()
                 assert await light >= 1
+                numbers = scaled.controller.numbers
     assert any(line.startswith("prefill: grow 1 -> 2") for line in lines)
     assert any(line.startswith("prefill: shrink 2 -> 1") for line in lines)
+    # The law of its class is fitted, from the replicas' own heartbeats.
+    fit = numbers[Role.DECODE].fit
+    assert fit is not None
+    assert fit.worker_class.startswith("cpu ")
+    assert fit.num_samples >= MIN_SAMPLES
 
 
 async def test_pools_go_to_zero_and_the_first_request_brings_them_back(
@@ -88,7 +96,7 @@ async def test_pools_go_to_zero_and_the_first_request_brings_them_back(
     )
     with running_cluster(tiny_llama_folder, can_be_empty=True) as harness:
         cluster = harness.cluster
-        with Autoscaling(
+        with autoscale_launched(
             cluster, harness.config, settings, report=harness.lines.append, control_folder=None
         ):
             wait_until(lambda: cluster.members() == (), 30)

@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autoscaler.settings import PoolRange, ScalingSettings
 from launcher.local_pool import LocalCluster
 from launcher.pool import Cluster
 from launcher.ray_pool import RayConfig, RayPlace
+from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.worker import FaultConfig
 from pdserve.process import is_running, list_descendants
 from pdserve.request import Role
@@ -167,6 +169,42 @@ def test_pool_grows_and_a_drained_replica_leaves_for_good(ray_cluster: RayHarnes
     wait_until(lambda: len(cluster.members()) == 3, 20.0)
     wait_until(lambda: not any(map(is_running, pids)), GONE_S)
     assert "decode-2 drains for good" in ray_cluster.lines
+
+
+@pytest.mark.soak
+async def test_autoscaler_sizes_a_pool_that_ray_runs_and_no_request_fails(
+    ray_cluster: RayHarness,
+) -> None:
+    cluster = ray_cluster.cluster
+    ray_cluster.wait_all_registered()
+    lines: list[str] = []
+    settings = ScalingSettings(
+        prefill=PoolRange(least=1, most=1), decode=PoolRange(least=2, most=3), settle_s=5.0
+    )
+
+    def num_serving() -> int:
+        return sum(m.role is Role.DECODE and m.record is not None for m in cluster.members())
+
+    with autoscale_launched(
+        cluster, ray_cluster.config, settings, report=lines.append, control_folder=None
+    ) as scaled:
+        async with ray_cluster.connect() as client:
+            streams = start_all(client, PLANS)
+            scaled.controller.set_ranges(None, PoolRange(least=3, most=3))
+            await wait_for(lambda: num_serving() == 3, 60.0, "a third actor serves")
+            pids = pids_of(ray_cluster, "decode-2")
+            for stream in (*streams, *start_all(client, PLANS)):
+                await stream.end()
+            streams = start_all(client, PLANS)
+            scaled.controller.set_ranges(None, PoolRange(least=2, most=2))
+            await wait_for(lambda: len(cluster.members()) == 3, 30.0, "one has left")
+            for stream in streams:
+                await stream.end()
+    assert lines[0].startswith("decode: grow 2 -> 3: below its range")
+    left = {member.worker_id for member in cluster.members()}
+    if "decode-2" not in left:
+        wait_until(lambda: not any(map(is_running, pids)), GONE_S)
+    assert len(lines) == 2, lines
 
 
 GUEST = """

@@ -11,6 +11,9 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from autoscaler.settings import PoolRange, ScalingSettings
+from launcher.scaled_cluster import autoscale_launched
+from pdserve.request import Role
 from tests.support.cluster import ClusterHarness, running_cluster, wait_until_async
 from tests.support.faults import (
     SHORT_TIMES,
@@ -153,3 +156,55 @@ async def test_killed_router_leaves_no_orphan_and_its_successor_serves(
         undisturbed.check(PLANS[0], await client.generate(PLANS[0].request()))
         await assert_ledger(client, NUM_WORKERS, timeout_s=cluster.config.orphan_grace_s + 2.0)
         assert incarnations(cluster) == lives
+
+
+async def test_C18_pools_hold_their_sizes_while_redis_is_killed_in_the_middle_of_a_start(
+    cluster: ClusterHarness, undisturbed: Undisturbed
+) -> None:
+    cluster.wait_all_registered()
+    redis, pools = cluster.cluster.redis, cluster.cluster
+    assert redis is not None
+    lines: list[str] = []
+    bounds = PoolRange(least=1, most=3)
+    # It would be quick to shrink, and to take a replica that is not heard of for a lost one.
+    settings = ScalingSettings(
+        prefill=bounds, decode=bounds, settle_s=3.0, shrink_pause_s=0.5, lost_s=5.0, idle_s=3.0
+    )
+
+    def num_ready(role: Role) -> int:
+        return sum(m.role is role and m.record is not None for m in pools.members())
+
+    def sizes() -> dict[Role, int]:
+        members = [m for m in pools.members() if not m.is_draining]
+        return {role: sum(m.role is role for m in members) for role in Role}
+
+    with autoscale_launched(
+        pools, cluster.config, settings, report=lines.append, control_folder=None
+    ) as scaled:
+        async with cluster.connect() as client:
+            await undisturbed.learn(client, PLANS)
+            controller = scaled.controller
+            lives = incarnations(cluster)
+            streams = start_all(client, PLANS)
+            await wait_for(lambda: all(s.num_tokens > 3 for s in streams), 10.0, "all run")
+            controller.set_ranges(None, PoolRange(least=2, most=3))
+            await wait_for(lambda: sizes()[Role.DECODE] == 2, 10.0, "a replica starts")
+            pid = redis.pid
+            assert pid is not None
+            # Away while the new one gets ready, and then back without anything in it.
+            os.kill(pid, signal.SIGSTOP)
+            for _ in range(20):
+                await asyncio.sleep(2 * cluster.config.registry_lease_s / 20)
+                assert sizes() == {Role.PREFILL: 1, Role.DECODE: 2}
+            streams += start_all(client, PLANS)
+            os.kill(pid, signal.SIGKILL)
+            await wait_for(lambda: num_ready(Role.DECODE) == 2, 40.0, "it has joined")
+            for stream in streams:
+                undisturbed.check(stream.plan, await stream.end())
+            now = incarnations(cluster)
+            assert {name: now[name] for name in lives} == lives
+            assert len(lines) == 1, lines
+            assert lines[0].startswith("decode: grow 1 -> 2: below its range")
+            # As it was, for whoever comes next.
+            controller.set_ranges(None, PoolRange(least=1, most=1))
+            await wait_for(lambda: len(pools.members()) == NUM_WORKERS, 20.0, "one has left")

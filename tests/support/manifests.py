@@ -61,7 +61,7 @@ def errors_of(manifest: Mapping[str, Any]) -> list[str]:
         "$defs": schemas["$defs"],
         "type": "object",
         "additionalProperties": False,
-        "required": ["apiVersion", "kind", "metadata", "spec"],
+        "required": ["apiVersion", "kind", "metadata", *schemas["kinds"][kind]],
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
@@ -137,7 +137,7 @@ def pods() -> tuple[Pod, ...]:
 
 def _pods_of(manifest: Mapping[str, Any], folder: str) -> Iterator[Pod]:
     owner = f"{manifest['kind']}/{manifest['metadata']['name']}"
-    spec = manifest["spec"]
+    spec = manifest.get("spec", {})
     if manifest["kind"] in ("Deployment", "StatefulSet"):
         yield Pod(folder=folder, owner=owner, template=spec["template"])
     if manifest["kind"] == "RayCluster":

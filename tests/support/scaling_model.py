@@ -15,10 +15,11 @@ from itertools import pairwise
 from autoscaler.figures import Decision, Reading, Traffic, WorkerFigures
 from autoscaler.policy import ScalingPolicy
 from autoscaler.queueing import servers_needed
+from autoscaler.sample_feed import SampleFeed
 from autoscaler.settings import ScalingSettings
-from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.predictor import DecodeSample, Predictor, PrefillSample, Sample
 from pdserve.predictor.profile import Profile
-from pdserve.request import Role
+from pdserve.request import Incarnation, Role
 
 TICK_S = 0.2
 WORKER_CLASS = "model"
@@ -31,6 +32,8 @@ PROFILE = Profile(
     kv_tokens=100_000,
 )
 BLOCK = 16
+REPORT_EVERY = 10
+"""Readings between two samples of a replica; a real one reports several each second."""
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class Replica:
     """Decode: tokens that each sequence got so far."""
     running: list[tuple[float, int, Job]] = field(default_factory=list)
     kv_tokens: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    """Since its last report."""
 
     @property
     def is_empty(self) -> bool:
@@ -126,7 +131,11 @@ class ScalingModel:
         self.rate = rate
         self.numbers = random.Random(seed)
         self.start_s, self.cold_s, self.cold_factor = start_s, cold_s, cold_factor
-        self.policy = ScalingPolicy(settings, Predictor([PROFILE] if is_fitted else []))
+        self.is_fitted = is_fitted
+        predictor = Predictor([PROFILE] if is_fitted else [])
+        self.policy = ScalingPolicy(settings, predictor)
+        self.feed = SampleFeed(predictor)
+        self.num_reports = 0
         self.actual = actual
         self.max_num_seqs = max_num_seqs
         self.mean_prompt, self.mean_output = mean_prompt, mean_output
@@ -155,7 +164,9 @@ class ScalingModel:
             now_s = round(now_s + TICK_S, 6)
             if now_s >= next_decision_s:
                 next_decision_s += 1.0
-                for decision in self.policy.decide(now_s, self.reading(now_s)):
+                reading = self.reading(now_s)
+                self.feed.take(reading.workers)
+                for decision in self.policy.decide(now_s, reading):
                     self.decisions.append(decision)
                     self._carry_out(now_s, decision)
                 self.sizes.append((now_s, *(len(self._active(r)) for r in Role)))
@@ -166,7 +177,11 @@ class ScalingModel:
         queued = sum(job.prompt_tokens for job in self.queue)
         share = queued // len(prefill) if prefill else 0
         workers = []
+        self.num_reports += 1
         for one in self.replicas.values():
+            samples: tuple[Sample, ...] = ()
+            if self.num_reports % REPORT_EVERY == 0:
+                samples, one.samples = tuple(one.samples[-1:]), []
             is_serving = one.ready_s <= now_s and not one.is_draining
             is_prefill = one.role is Role.PREFILL
             workers.append(
@@ -182,6 +197,9 @@ class ScalingModel:
                     used_blocks=one.kv_tokens // BLOCK,
                     total_blocks=self.actual.kv_tokens // BLOCK,
                     max_num_seqs=self.max_num_seqs,
+                    life=Incarnation(int(one.worker_id.rpartition("-")[2])),
+                    report=self.num_reports,
+                    samples=samples if self.is_fitted else (),
                 )
             )
         waiting = [job.arrived_s for job in self.queue]
@@ -251,6 +269,9 @@ class ScalingModel:
             self.queue.append(job)
             self.prompt_tokens += prompt
 
+    def _note(self, replica: Replica, sample: Sample) -> None:
+        replica.samples.append(sample)
+
     def _pace(self, replica: Replica, now_s: float) -> float:
         return self.cold_factor if now_s < replica.ready_s + self.cold_s else 1.0
 
@@ -264,6 +285,10 @@ class ScalingModel:
             job = self.queue.popleft()
             spent_s = self.actual.prefill_s(job.prompt_tokens, 0) * self._pace(one, now_s)
             one.free_s = start_s + spent_s
+            self._note(
+                one,
+                PrefillSample(num_tokens=job.prompt_tokens, num_context_tokens=0, seconds=spent_s),
+            )
             self.num_events += 1
             heappush(self.computed, (one.free_s, self.num_events, job, one))
 
@@ -290,6 +315,14 @@ class ScalingModel:
                 continue
             step_s = self.actual.decode_step_s(len(one.running), one.kv_tokens)
             turns = TICK_S / (step_s * self._pace(one, now_s))
+            self._note(
+                one,
+                DecodeSample(
+                    num_sequences=len(one.running),
+                    num_kv_tokens=one.kv_tokens,
+                    seconds=TICK_S / turns,
+                ),
+            )
             one.turns += turns
             self.output_tokens += turns * len(one.running)
             while one.running and one.running[0][0] <= one.turns:

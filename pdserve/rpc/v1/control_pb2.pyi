@@ -123,6 +123,7 @@ class PoolStatus(_message.Message):
     KV_SHARE_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    LAW_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     num_serving: _builtins.int
     num_starting: _builtins.int
@@ -137,6 +138,8 @@ class PoolStatus(_message.Message):
     kv_share: _builtins.float
     tpot_s: _builtins.float
     why: _builtins.str
+    law: _builtins.str
+    """What the predictor says of this pool, in words; empty while it rests on what was measured."""
     @_builtins.property
     def range(self) -> Global___PoolRange: ...
     def __init__(
@@ -157,10 +160,11 @@ class PoolStatus(_message.Message):
         kv_share: _builtins.float = ...,
         tpot_s: _builtins.float | None = ...,
         why: _builtins.str = ...,
+        law: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_backlog_s", b"_backlog_s", "_tpot_s", b"_tpot_s", "backlog_s", b"backlog_s", "range", b"range", "tpot_s", b"tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backlog_s", b"_backlog_s", "_tpot_s", b"_tpot_s", "backlog_s", b"backlog_s", "backlog_tokens", b"backlog_tokens", "kv_share", b"kv_share", "need", b"need", "num_draining", b"num_draining", "num_sequences", b"num_sequences", "num_serving", b"num_serving", "num_starting", b"num_starting", "offered", b"offered", "oldest_s", b"oldest_s", "range", b"range", "role", b"role", "survivors_need", b"survivors_need", "tpot_s", b"tpot_s", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backlog_s", b"_backlog_s", "_tpot_s", b"_tpot_s", "backlog_s", b"backlog_s", "backlog_tokens", b"backlog_tokens", "kv_share", b"kv_share", "law", b"law", "need", b"need", "num_draining", b"num_draining", "num_sequences", b"num_sequences", "num_serving", b"num_serving", "num_starting", b"num_starting", "offered", b"offered", "oldest_s", b"oldest_s", "range", b"range", "role", b"role", "survivors_need", b"survivors_need", "tpot_s", b"tpot_s", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backlog_s: _TypeAlias = _typing.Literal["backlog_s"]  # noqa: Y015
     _WhichOneofArgType__backlog_s: _TypeAlias = _typing.Literal["_backlog_s", b"_backlog_s"]  # noqa: Y015

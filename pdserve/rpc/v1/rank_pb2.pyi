@@ -40,6 +40,7 @@ class ToRank(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def submit(self) -> _worker_pb2.SubmitRequest: ...
@@ -63,6 +64,8 @@ class ToRank(_message.Message):
     def shutdown(self) -> Global___Shutdown: ...
     @_builtins.property
     def key(self) -> Global___StoreKey: ...
+    @_builtins.property
+    def change_role(self) -> Global___ChangeRole: ...
     def __init__(
         self,
         *,
@@ -78,12 +81,13 @@ class ToRank(_message.Message):
         drain: Global___Drain | None = ...,
         shutdown: Global___Shutdown | None = ...,
         key: Global___StoreKey | None = ...,
+        change_role: Global___ChangeRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "cancel", b"cancel", "change_role", b"change_role", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call_id", b"call_id", "cancel", b"cancel", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call_id", b"call_id", "cancel", b"cancel", "change_role", b"change_role", "commit", b"commit", "drain", b"drain", "key", b"key", "message", b"message", "peer_reply", b"peer_reply", "place_decode", b"place_decode", "renew", b"renew", "reserve", b"reserve", "shutdown", b"shutdown", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "place_decode", "cancel", "reserve", "commit", "abort", "renew", "peer_reply", "drain", "shutdown", "key"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "place_decode", "cancel", "reserve", "commit", "abort", "renew", "peer_reply", "drain", "shutdown", "key", "change_role"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -225,6 +229,30 @@ class Shutdown(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
+
+@_typing.final
+class ChangeRole(_message.Message):
+    """After a drain: ends the engine and its links, keeps the weights, and begins anew as the other role. The rank says `ready` once more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRole: _TypeAlias = ChangeRole  # noqa: Y015
 
 @_typing.final
 class RankPhase(_message.Message):

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from autoscaler.figures import Decision, Reading, Traffic, WorkerFigures
 from autoscaler.policy import ScalingPolicy
 from autoscaler.settings import PoolRange, ScalingSettings
@@ -196,6 +198,24 @@ def test_C15_starting_replicas_leave_before_any_that_serves() -> None:
     assert decisions[0].retired[0] == "prefill-2"
 
 
+def test_C15_highest_number_leaves_first_where_kubernetes_takes_no_other() -> None:
+    clocked = Clocked(replace(SETTINGS, leave_by_number=True))
+    workers = (PAIR[0], worker("decode-0"), worker("decode-9"), worker("decode-10", num_running=3))
+    decisions = clocked.see(*workers, seconds=302)
+    assert kinds(decisions) == [("shrink", Role.DECODE, 1)]
+    assert decisions[0].retired == ("decode-10", "decode-9")
+
+
+def test_C15_by_number_none_that_serves_leaves_while_one_below_it_starts() -> None:
+    settings = replace(SETTINGS, leave_by_number=True, decode=PoolRange(least=2, most=8))
+    clocked = Clocked(settings)
+    serving = (PAIR[0], worker("decode-0"), worker("decode-2"))
+    restarted = worker("decode-1", is_serving=False)
+    assert clocked.see(*serving, restarted, seconds=400) == []
+    (decision,) = clocked.see(*serving, worker("decode-1"), seconds=2)
+    assert decision.retired == ("decode-2",)
+
+
 def test_least_busy_replicas_leave_first() -> None:
     clocked = Clocked()
     workers = (PAIR[0], worker("decode-0", num_running=1), worker("decode-1", num_running=3))
@@ -261,13 +281,79 @@ def test_full_house_flips_nobody_whom_the_other_pool_needs() -> None:
     assert clocked.see(loaded, *busy, seconds=20) == []
 
 
-def test_flip_beats_a_start_where_weights_stay_and_drains_are_fast() -> None:
-    settings = replace(SETTINGS, flips_in_place=True, drain_s=2.0, start_s=30.0)
-    loaded = worker("prefill-0", queued_tokens=500_000, num_running=1)
+IN_PLACE = replace(SETTINGS, flips_in_place=True, drain_s=9.0, change_s=1.0, start_s=30.0)
+LOADED = worker("prefill-0", queued_tokens=500_000, num_running=1)
+"""100 s of work: it asks for more replicas than there are."""
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "start_s", "num_running", "kind"),
+    [
+        pytest.param(9.0, 30.0, 2, "flip", id="9 + 1 s of flip against 30 s of start"),
+        pytest.param(60.0, 30.0, 2, "grow", id="long streams against 30 s of start"),
+        pytest.param(60.0, 30.0, 0, "flip", id="nothing to drain"),
+        pytest.param(9.0, 0.5, 0, "grow", id="a start faster than the change itself"),
+    ],
+)
+def test_flip_in_place_is_taken_where_it_serves_sooner_than_a_start(
+    drain_s: float, start_s: float, num_running: int, kind: str
+) -> None:
+    settings = replace(IN_PLACE, drain_s=drain_s, start_s=start_s)
+    spare = (worker("decode-0", num_running=3), worker("decode-1", num_running=num_running))
+    (decision,) = Clocked(settings).see(LOADED, *spare)
+    assert kinds([decision]) == [(kind, Role.PREFILL, 2)]
+    assert decision.retired == (("decode-1",) if kind == "flip" else ())
+
+
+def test_flip_times_that_were_seen_count_more_than_those_assumed() -> None:
+    clocked = Clocked(IN_PLACE)
+    spare = [worker(f"decode-{i}", num_running=2 + i) for i in range(3)]
+    (decision,) = clocked.see(LOADED, *spare)
+    assert (decision.kind, decision.retired) == ("flip", ("decode-0",))
+    # It drains for two minutes before it serves in its new pool: the mean is 65 s from then on.
+    calm = replace(LOADED, queued_tokens=0)
+    comes = replace(spare[0], role=Role.PREFILL, is_serving=False)
+    clocked.see(calm, comes, *spare[1:], seconds=120)
+    serves = replace(comes, is_serving=True, queued_tokens=500_000)
+    decisions = clocked.see(LOADED, serves, *spare[1:], seconds=60)
+    assert {decision.kind for decision in decisions if decision.role is Role.PREFILL} == {"grow"}
+
+
+def test_replica_that_flips_counts_as_starting_in_its_new_pool() -> None:
+    clocked = Clocked(IN_PLACE)
     spare = (worker("decode-0", num_running=2), worker("decode-1"))
-    assert kinds(Clocked(settings).see(loaded, *spare)) == [("flip", Role.PREFILL, 2)]
-    slow = replace(settings, drain_s=60.0)
-    assert kinds(Clocked(slow).see(loaded, *spare)) == [("grow", Role.PREFILL, 2)]
+    clocked.see(LOADED, *spare)
+    comes = replace(spare[1], role=Role.PREFILL, is_serving=False)
+    assert clocked.see(replace(LOADED, queued_tokens=0), spare[0], comes, seconds=10) == []
+    numbers = clocked.policy.numbers
+    assert (numbers[Role.PREFILL].num_serving, numbers[Role.PREFILL].num_starting) == (1, 1)
+    assert numbers[Role.DECODE].num_active == 1
+
+
+def test_flip_needs_no_room_and_what_else_is_needed_starts_beside_it() -> None:
+    many = [worker(f"prefill-{i}", queued_tokens=10**6) for i in range(3)]
+    spare = (worker("decode-0", num_running=2), worker("decode-1"))
+    decisions = Clocked(replace(IN_PLACE, most_in_all=6)).see(*many, *spare)
+    assert kinds(decisions) == [("flip", Role.PREFILL, 4), ("grow", Role.PREFILL, 5)]
+
+
+def test_flips_go_both_ways() -> None:
+    full = worker("decode-0", num_running=60, used_blocks=900)
+    pair = (worker("prefill-0", num_running=1), worker("prefill-1"))
+    decisions = Clocked(IN_PLACE).see(*pair, full)
+    assert kinds(decisions) == [("flip", Role.DECODE, 2)]
+    assert decisions[0].retired == ("prefill-1",)
+
+
+def test_last_replica_that_serves_does_not_flip_although_another_one_starts() -> None:
+    starting = worker("decode-1", is_serving=False)
+    decisions = Clocked(IN_PLACE).see(LOADED, worker("decode-0"), starting)
+    assert kinds(decisions) == [("grow", Role.PREFILL, 2)]
+
+
+def test_nobody_flips_whom_its_pool_needs() -> None:
+    busy = [worker(f"decode-{i}", num_running=10, used_blocks=450) for i in range(2)]
+    assert kinds(Clocked(IN_PLACE).see(LOADED, *busy)) == [("grow", Role.PREFILL, 2)]
 
 
 def test_decode_replicas_that_prefill_grow_with_the_prompts_that_wait() -> None:

@@ -42,11 +42,13 @@ def idle(at_s: float) -> float:
 @pytest.mark.parametrize(
     ("rate", "duration_s", "attained", "times_optimum"),
     [
-        pytest.param(step, 1800, 0.98, 2.0, id="step"),
-        pytest.param(ramp, 1500, 0.98, 1.6, id="ramp"),
-        pytest.param(diurnal, 3600, 0.98, 1.6, id="diurnal"),
-        pytest.param(burst, 1800, 0.60, 5.0, id="burst"),
-        pytest.param(idle, 1800, 0.85, 4.0, id="idle"),
+        pytest.param(step, 1800, 0.99, 2.0, id="step"),
+        pytest.param(ramp, 1500, 0.99, 1.2, id="ramp"),
+        pytest.param(diurnal, 3600, 0.99, 1.4, id="diurnal"),
+        # The first burst comes faster than a replica starts: see the test below.
+        pytest.param(burst, 1800, 0.86, 3.7, id="burst"),
+        # So does the end of the silence.
+        pytest.param(idle, 1800, 0.92, 1.4, id="idle"),
     ],
 )
 def test_targets_are_met_at_a_bounded_cost(
@@ -60,20 +62,28 @@ def test_targets_are_met_at_a_bounded_cost(
     outcome = model.run(duration_s)
     best = optimum_replica_s(SETTINGS, rate, duration_s)
     assert outcome.attainment(1.0) >= attained
-    assert outcome.mean_tpot_s() <= 0.1
+    assert outcome.mean_tpot_s() <= SETTINGS.tpot_s
     for role in Role:
         assert outcome.replica_s[role] <= times_optimum * best[role]
         assert outcome.most_reversals(role) <= 2
     assert outcome.num_killed_first == 0
+    if rate is burst:
+        # Each burst but the first finds what it needs.
+        assert outcome.attainment(1.0, after_s=180) >= 0.98
 
 
-@pytest.mark.parametrize("is_fitted", [True, False], ids=["predictor", "measured"])
-def test_C16_a_fifth_more_load_moves_pools_to_within_one_of_the_ideal(is_fitted: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_fitted", "num_decode"),
+    [pytest.param(True, 2, id="predictor"), pytest.param(False, 3, id="measured")],
+)
+def test_C16_a_fifth_more_load_moves_pools_to_within_one_of_the_ideal(
+    is_fitted: bool, num_decode: int
+) -> None:
     def more(at_s: float) -> float:
         return 20.0 if at_s < 600 else 24.0
 
     model = ScalingModel(
-        SETTINGS, more, is_fitted=is_fitted, num_prefill=6, num_decode=3, cold_factor=6.0
+        SETTINGS, more, is_fitted=is_fitted, num_prefill=6, num_decode=num_decode, cold_factor=6.0
     )
     outcome = model.run(1500)
     best = optimum_replica_s(SETTINGS, lambda _: 24.0, 100.0)
@@ -96,28 +106,28 @@ def test_G9_load_that_sways_by_a_fifth_makes_no_more_than_one_reversal_in_ten_mi
 
 @pytest.mark.parametrize("is_fitted", [True, False], ids=["predictor", "measured"])
 def test_dynamos_queue_of_160_seconds_cannot_build_up(is_fitted: bool) -> None:
-    # Prompts take twice as long as the predictor was told, and ten times as many come at once.
+    # Prompts take twice as long as the profile told, and ten times as many come at once.
     slow = replace(PROFILE, prefill=(0.02, 0.0004, 0.0))
 
     def sudden(at_s: float) -> float:
         return 1.0 if at_s < 120 else 10.0
 
     outcome = ScalingModel(SETTINGS, sudden, is_fitted=is_fitted, actual=slow).run(900)
-    assert outcome.worst_ttft_s() < 60
-    assert outcome.attainment(1.0, after_s=400) >= 0.85
+    assert outcome.worst_ttft_s() < 40
+    assert outcome.attainment(1.0, after_s=200) >= 0.95
 
 
 def test_C18_pools_keep_their_size_while_the_registry_and_then_the_router_is_away() -> None:
     settings = replace(SETTINGS, lost_s=400.0)
-    model = ScalingModel(settings, lambda _: 8.0, num_prefill=4, num_decode=2)
+    model = ScalingModel(settings, lambda _: 8.0, num_prefill=3, num_decode=1)
     model.is_registry_away = lambda at_s: 400 < at_s < 700
     model.is_router_away = lambda at_s: 800 < at_s < 1100
     outcome = model.run(1200)
     best = optimum_replica_s(settings, lambda _: 8.0, 100.0)
-    for role in Role:
-        sizes = {outcome.size_at(at_s, role) for at_s in range(400, 1100, 10)}
-        assert min(sizes) >= best[role] / 100.0
-        assert max(sizes) <= best[role] / 100.0 + 1
+    sizes = {role: {outcome.size_at(at_s, role) for at_s in range(400, 1100, 10)} for role in Role}
+    assert sizes[Role.PREFILL] == {best[Role.PREFILL] / 100.0}
+    # By chance there are more sequences at once than one replica takes on target.
+    assert sizes[Role.DECODE] <= {best[Role.DECODE] / 100.0, best[Role.DECODE] / 100.0 + 1}
     assert [d for d in outcome.decisions if 800 < d.at_s < 1100] == []
     assert outcome.attainment(1.0) >= 0.98
 

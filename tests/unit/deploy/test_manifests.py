@@ -10,6 +10,7 @@ import pytest
 import typer
 import yaml
 
+from autoscaler.settings import parse_range
 from launcher.cli import make_app
 from pdserve.config.load import from_argv
 from pdserve.config.router import RouterConfig
@@ -281,3 +282,48 @@ def test_the_flags_of_the_launcher_are_flags_that_it_has(pod: Pod) -> None:
     assert "--ray-pools" in pod.flags
     command = typer.main.get_command(make_app()).commands["serve"]  # type: ignore[attr-defined]
     command.make_context("serve", ["/models/model", *pod.flags])
+
+
+def test_only_the_autoscaler_has_a_token_of_the_api_server() -> None:
+    ours = [pod for pod in pods() if not pod.owner.startswith("RayCluster")]
+    with_token = [pod.component for pod in ours if pod.spec["automountServiceAccountToken"]]
+    assert with_token == ["autoscaler"]
+
+
+def test_the_autoscaler_may_change_the_scale_of_its_pools_and_see_pods_and_nothing_else() -> None:
+    (pod,) = pods_of("autoscaler")
+    pools = [str(pod.flag(f"--{name}-pool")).split("/") for name in ("prefill", "decode")]
+    assert (
+        pod.spec["serviceAccountName"]
+        == named("ServiceAccount", "pdserve-autoscaler")["metadata"]["name"]
+    )
+    (rules,) = [named("Role", "pdserve-autoscaler")["rules"]]
+    assert rules == [
+        {
+            "apiGroups": ["apps"],
+            "resources": ["statefulsets/scale"],
+            "resourceNames": [name for _, name in pools],
+            "verbs": ["get", "update"],
+        },
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+    ]
+    for kind, name in pools:
+        assert kind == "statefulset"
+        named("StatefulSet", name)
+    binding = named("RoleBinding", "pdserve-autoscaler")
+    assert binding["roleRef"]["name"] == "pdserve-autoscaler"
+    assert [one["name"] for one in binding["subjects"]] == ["pdserve-autoscaler"]
+
+
+def test_two_autoscalers_are_never_at_work_at_once() -> None:
+    spec = named("Deployment", "pdserve-autoscaler")["spec"]
+    assert spec["replicas"] == 1
+    assert spec["strategy"] == {"type": "Recreate"}
+
+
+def test_the_flags_of_the_autoscaler_are_flags_that_it_has() -> None:
+    (pod,) = pods_of("autoscaler")
+    command = typer.main.get_command(make_app()).commands["autoscale"]  # type: ignore[attr-defined]
+    context = command.make_context("autoscale", [*pod.flags, "--redis=redis://r:1"])
+    assert context.params["cluster"] == "pdserve"
+    assert parse_range(context.params["decode"]).most > 1

@@ -193,6 +193,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
     class Seen(LocalCluster):
         def __init__(self, config: ClusterConfig, **rest: object) -> None:
             found.append(config)
+            self.name = "seen"
 
     monkeypatch.setattr("launcher.commands.serve.LocalCluster", Seen)
     monkeypatch.setattr("launcher.commands.serve.run_until_signal", lambda *_: 0)
@@ -225,6 +226,26 @@ def test_pools_start_at_their_least_size_and_with_one_replica_at_least(
     (config,) = seen
     assert (config.num_prefill, config.num_decode) == sizes
     assert config.can_be_empty is can_be_empty
+
+
+@pytest.mark.parametrize(
+    ("flags", "can_flip"),
+    [
+        (["--prefill", "1..3", "--decode", "1..3"], True),
+        (["--prefill", "1", "--decode", "1..3"], True),
+        (["--prefill", "2", "--decode", "2"], False),
+        (["--prefill", "0", "--decode", "1..3"], False),
+        (["--decode", "1..3", "--no-flips"], False),
+        (["--decode", "1..3", "-tp", "2"], False),
+        (["--decode", "1..3", "--decode-tensor-parallel-size", "2"], False),
+        (["--decode", "1..3", "--launcher", "ray"], False),
+    ],
+)
+def test_replicas_of_one_rank_may_flip_where_a_pool_may_change(
+    flags: list[str], can_flip: bool, seen: list[ClusterConfig]
+) -> None:
+    assert run_command(["serve", "x", *flags]) == 0
+    assert [config.can_flip for config in seen] == [can_flip]
 
 
 def test_a_token_for_spread_stages_is_made_up_where_ray_starts_them(

@@ -21,11 +21,20 @@ class FakePools:
     def __init__(self) -> None:
         self.orders: list[tuple[str, object]] = []
         self.is_broken = False
+        self.names: tuple[str, ...] = tuple(f"{role}-0" for role in Role)
+        self.queued_tokens = 0
 
     def read(self) -> Reading:
         workers = tuple(
-            WorkerFigures(worker_id=f"{role}-0", role=role, is_serving=True, total_blocks=9)
-            for role in Role
+            WorkerFigures(
+                worker_id=name,
+                role=Role(name.partition("-")[0]),
+                is_serving=True,
+                total_blocks=9,
+                queued_tokens=self.queued_tokens if name.startswith("prefill") else 0,
+                num_running=int(name == "decode-0"),
+            )
+            for name in self.names
         )
         traffic = Traffic(num_arrived=1, prompt_tokens=1, output_tokens=1, num_in_flight=1)
         return Reading(workers=workers, traffic=traffic)
@@ -37,6 +46,9 @@ class FakePools:
 
     def drain(self, worker_id: str) -> None:
         self.orders.append(("drain", worker_id))
+
+    def flip(self, worker_id: str, role: Role) -> None:
+        self.orders.append((f"flip to {role}", worker_id))
 
 
 class Door:
@@ -102,6 +114,26 @@ def test_order_that_fails_is_told_and_tried_again(door: Door) -> None:
     for _ in range(6):
         door.tick()
     assert door.pools.orders == [(Role.DECODE, 2)]
+
+
+@pytest.mark.parametrize(
+    ("flips_in_place", "order"),
+    [(True, ("flip to prefill", "decode-1")), (False, ("drain", "decode-1"))],
+)
+def test_flip_is_ordered_in_place_only_where_replicas_can(
+    flips_in_place: bool, order: tuple[str, str]
+) -> None:
+    pools, clock = FakePools(), ManualClock()
+    pools.names = ("prefill-0", "decode-0", "decode-1")
+    pools.queued_tokens = 50_000
+    bounds = PoolRange(least=1, most=3)
+    settings = ScalingSettings(
+        prefill=bounds, decode=bounds, most_in_all=3, flips_in_place=flips_in_place
+    )
+    controller = Controller(settings, pools, pools, clock, predictor=Predictor())
+    clock.advance(1.0)
+    controller.tick()
+    assert pools.orders == [order]
 
 
 def test_status_tells_pools_and_decisions(door: Door) -> None:

@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from launcher.pool import Drain, Member, Scale, SizePlan, check_order, plan_size
+from launcher.pool import Drain, Flip, Member, Order, Scale, SizePlan, check_order, plan_size
 from pdserve.errors import ConfigError
 from pdserve.registry.base import WorkerRecord
 from pdserve.request import Incarnation, Role, WorkerId
@@ -92,9 +94,13 @@ def test_drain_retires_one_and_only_once() -> None:
     [
         (scale(0), "a decode pool needs a replica, got 0"),
         (Drain(worker_id="prefill-0"), "prefill-0 is the last of the prefill pool"),
+        (
+            Flip(worker_id="prefill-0", role=Role.DECODE),
+            "prefill-0 is the last of the prefill pool",
+        ),
     ],
 )
-def test_pool_that_would_be_empty_is_refused(order: Scale | Drain, text: str) -> None:
+def test_pool_that_would_be_empty_is_refused(order: Order, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         check_order(POOLS, order, pools=Role)
 
@@ -113,3 +119,15 @@ def test_pool_that_was_never_started_is_refused() -> None:
 def test_unknown_replica_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         check_order(POOLS, Drain(worker_id="decode-7"), pools=Role)
+
+
+def test_replica_that_has_flipped_keeps_its_name_and_nobody_else_gets_it() -> None:
+    flipped = replace(member("prefill-1"), role=Role.DECODE)
+    found = plan_size((*POOLS, flipped), scale(2, Role.PREFILL))
+    assert found == SizePlan(added=("prefill-2",))
+
+
+def test_flip_to_a_pool_that_was_never_started_is_refused() -> None:
+    members = (member("decode-0"), member("decode-1"))
+    with pytest.raises(ConfigError, match="started without a prefill pool"):
+        check_order(members, Flip(worker_id="decode-0", role=Role.PREFILL), pools=[Role.DECODE])

@@ -10,6 +10,7 @@ from launcher.role_commands import (
     role_command,
     router_config,
     stage_argvs,
+    worker_argv,
     worker_configs,
 )
 from pdserve.config.cluster import ClusterConfig
@@ -17,7 +18,7 @@ from pdserve.config.engine import EngineConfig
 from pdserve.config.load import from_argv, to_argv
 from pdserve.config.router import RouterConfig
 from pdserve.config.stage import StageConfig
-from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.config.worker import FaultConfig, HandoffConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
@@ -182,3 +183,24 @@ def test_stages_on_the_node_of_their_face_need_no_command() -> None:
     alone = replace(SPREAD, engine=CONFIG.engine)
     for config in (together, alone):
         assert stage_argvs(worker_configs(config, SITE)[0], role_command) == ()
+
+
+def test_replica_that_can_flip_is_told_its_role_by_flag_and_others_by_their_program() -> None:
+    fixed = worker_configs(CONFIG, SITE)[0]
+    assert worker_argv(fixed, role_command)[2] == "launcher.roles.prefill_worker"
+    free = worker_configs(replace(CONFIG, can_flip=True), SITE)[0]
+    assert free.roles == (Role.PREFILL, Role.DECODE)
+    argv = worker_argv(free, role_command)
+    assert argv[2] == "launcher.roles.either_worker"
+    found = from_argv(WorkerConfig, argv[3:], {"PDSERVE_REDIS": SITE.redis_url}, program="p")
+    assert found == free
+
+
+def test_only_replicas_of_one_rank_can_flip() -> None:
+    with pytest.raises(ConfigError, match="can_flip must be off where a replica has several"):
+        replace(CONFIG, can_flip=True, engine=replace(CONFIG.engine, tensor_parallel=2))
+    with pytest.raises(ConfigError, match="can_flip must be off where a replica has several"):
+        replace(CONFIG, can_flip=True, decode_tensor_parallel=2)
+    (one, *_) = worker_configs(CONFIG, SITE)
+    with pytest.raises(ConfigError, match="can_flip must be off with 2 ranks"):
+        replace(one, can_flip=True, engine=replace(one.engine, pipeline_parallel=2))
