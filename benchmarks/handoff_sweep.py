@@ -60,10 +60,8 @@ SHORT = (512, 768, 1024)
 VARIANTS = (
     Variant(name="after the step", handoff=layers(ALL_LAYERS), leaves_early=False),
     Variant(name="8 layers", handoff=layers(8)),
-    Variant(name="8 staged", handoff=layers(8, push_is_staged=True)),
     Variant(name="32 layers", handoff=layers(ALL_LAYERS)),
     Variant(name="4 layers", handoff=layers(4)),
-    Variant(name="4 staged", handoff=layers(4, push_is_staged=True)),
     Variant(name="8, 32 programs", handoff=layers(8, pack_programs=32)),
     Variant(name="8, 16 programs", handoff=layers(8, pack_programs=16)),
     Variant(name="short, 32", handoff=layers(ALL_LAYERS), lengths=SHORT),

@@ -169,8 +169,10 @@ class HandoffDesk:
             request_id = part.request.request_id
             handoff = self._open[request_id].handoff
             if part.start == self._scheduler.num_cached_tokens(request_id):
-                self._run(handoff, handoff.computed(part.start))
-            self._run(handoff, handoff.launched(part.end, step))
+                self._carry_out(handoff, handoff.computed(part.start))
+            self._carry_out(handoff, handoff.launched(part.end, step))
+        # All at once: the first layers of all prompts come before the last ones of any.
+        self._push_frames()
 
     def computed(self, request_id: RequestId, num_tokens: int) -> None:
         """Passes on progress; frames that became whole go out."""
@@ -251,6 +253,10 @@ class HandoffDesk:
                 pass  # an abort: the lease covers a lost one
 
     def _run(self, handoff: PrefillHandoff, actions: Sequence[PrefillAction]) -> None:
+        self._carry_out(handoff, actions)
+        self._push_frames()
+
+    def _carry_out(self, handoff: PrefillHandoff, actions: Sequence[PrefillAction]) -> None:
         for action in actions:
             match action:
                 case SendReserve() | SendCommit() | SendRenew():
@@ -270,7 +276,6 @@ class HandoffDesk:
                     self._report_returned(handoff, action)
                 case ReleaseBlocks():
                     self._release(handoff)
-        self._push_frames()
 
     def _call(self, handoff: PrefillHandoff, action: SendReserve | SendCommit | SendRenew) -> None:
         call = rank_pb2.PeerCall(address=action.target.address, timeout_s=action.timeout_s)
