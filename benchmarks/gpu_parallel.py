@@ -1,7 +1,7 @@
 """Tensor and pipeline parallel on two GPUs, without the processes around the engine.
 
 `python -m benchmarks.gpu_parallel [--parts tp,pp,one] [--out FILE]`; needs two GPUs, under 8
-minutes in all.
+minutes in all. Rows of parts that are left out are those of the run before, with its date.
 
 Llama-3-8B's shape, random bfloat16 weights; a process a rank, requests through the real schedulers,
 the engine's pipeline and the runners. Pipeline throughput is compared with one GPU in the same run:
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -180,6 +181,24 @@ def compare_stages(rows: list[Row]) -> list[Row]:
     return found
 
 
+def mark_rows(rows: list[Row], part: str) -> list[Row]:
+    """Says in each row of which part it is and when that was measured."""
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return [{"part": part, "date": date} | row for row in rows]
+
+
+def rows_of_others(path: Path, parts: Collection[str]) -> list[Row]:
+    """Returns the rows of an earlier run whose parts are not measured now.
+
+    Stages and the one GPU that they are held against go together.
+    """
+    if not path.exists():
+        return []
+    replaced = {*parts, *(("one", "pp") if {"one", "pp"} & set(parts) else ())}
+    rows: list[Row] = json.loads(path.read_text())["rows"]
+    return [row for row in rows if row.get("part") not in replaced]
+
+
 def main() -> int:
     """Measures each part in a process of its own, so that the next finds the GPUs empty."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -191,13 +210,16 @@ def main() -> int:
         arguments.out.write_text(json.dumps(measure_part(arguments.only)))
         return 0
     started_s = time.perf_counter()
+    parts = arguments.parts.split(",")
+    kept = rows_of_others(RESULTS / "gpu_parallel.json", parts)
     rows: list[Row] = []
     failed: list[str] = []
 
     def save() -> None:
-        write_gpu("gpu_parallel", arguments.out, __doc__, started_s, failed=failed, rows=rows)
+        found = [*rows, *kept]
+        write_gpu("gpu_parallel", arguments.out, __doc__, started_s, failed=failed, rows=found)
 
-    for part in arguments.parts.split(","):
+    for part in parts:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "rows.json"
             command = (sys.executable, "-m", "benchmarks.gpu_parallel", "--only", part)
@@ -206,9 +228,9 @@ def main() -> int:
                 failed.append(part)
                 print(f"FAILED {part}: status {status}", flush=True)
             else:
-                rows += json.loads(path.read_text())
+                rows += mark_rows(json.loads(path.read_text()), part)
                 save()
-    rows += compare_stages(rows)
+    rows += mark_rows(compare_stages(rows), "pp")
     save()
     print(f"written: {arguments.out}, {time.perf_counter() - started_s:.0f} s in all")
     return 1 if failed or any(row.get("holds") is False for row in rows) else 0

@@ -1,134 +1,51 @@
 """What the router costs: CPU per token, tokens per second, stalls, added time to first token.
 
 `python -m benchmarks.router [cpu|ratio|http|stall|ttft|metrics ...]`: all parts without arguments.
+`python -m benchmarks.router --fronts 1 2`: throughput with so many fronts, in a file of its own.
 The router is the real one, with Redis, admission, metrics, detokenization and a stop string in each
 request; only the worker has no model (`token_source`). All three processes share the machine.
 """
 
+import argparse
 import asyncio
 import json
-import shutil
 import statistics
-import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import uvloop
 
 from benchmarks.grpc_floor import serving_floor
-from benchmarks.processes import cpu_s, first_line, percentile, running, spread
+from benchmarks.processes import cpu_s, percentile, spread
 from benchmarks.report import Row, write
+from benchmarks.router_fronts import FRONTS_WORKLOAD, measure_fronts
+from benchmarks.router_site import (
+    LONG_PROMPT_TOKENS,
+    PROMPT,
+    STOP,
+    Site,
+    client,
+    make_folder,
+    make_request,
+    serving,
+)
 from benchmarks.streams import NUM_RUNS, NUM_STREAMS, OUTPUT_TOKENS, PACED_S, read_stream
-from launcher.model_source import resolve_model
-from launcher.redis_server import RedisServer, free_port
 from pdserve.request import FrontId, HandoffId, Request, RequestId, SamplingParams
 from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.server import open_channel
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.rpc.v1 import inference_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
-LONG_PROMPT_TOKENS = 131_072
 NUM_PAIRS = 5
-PROMPT = list(range(400, 528))
-STOP = "\n\nUser:"
 WORKLOAD = (
     f"{NUM_STREAMS} streams of {OUTPUT_TOKENS} tokens, prompts of {len(PROMPT)} ids, one stop "
     "string each; one fake decode worker; router, worker and client on the same cores; medians of "
     f"{NUM_RUNS} runs"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
-    """A router with its one worker."""
-
-    pid: int
-    worker_pid: int
-    grpc: str
-    http: str
-    metrics: str
-    worker: str
-    stalls: Path | None
-
-
-@contextmanager
-def serving(folder: Path, interval_s: float, *, is_watched: bool = False) -> Iterator[Site]:
-    """Starts Redis, a worker and a router."""
-    redis = RedisServer()
-    redis.start()
-    stalls = folder / "stalls.txt" if is_watched else None
-    ports = {name: free_port("127.0.0.1") for name in ("port", "http-port", "metrics-port")}
-    flags = [f"--{name}={port}" for name, port in ports.items()]
-    flags += [f"--model={folder}", "--served-model-name=m", "--cluster=bench"]
-    module = "launcher.roles.router"
-    if stalls is not None:
-        module, flags = "benchmarks.watched_router", [str(stalls), *flags]
-    try:
-        with (
-            running("benchmarks.token_source", redis.url, "bench", str(interval_s)) as worker,
-            running(module, *flags, PDSERVE_REDIS=redis.url) as router,
-        ):
-            address = first_line(worker, "listening").split()[1]
-            first_line(router, "router ready")
-            site = Site(
-                pid=router.pid,
-                worker_pid=worker.pid,
-                grpc=f"127.0.0.1:{ports['port']}",
-                http=f"127.0.0.1:{ports['http-port']}",
-                metrics=f"127.0.0.1:{ports['metrics-port']}",
-                worker=address,
-                stalls=stalls,
-            )
-            _await_health(site)
-            yield site
-    finally:
-        redis.kill()
-
-
-def _await_health(site: Site) -> None:
-    deadline_s = time.monotonic() + 20
-    while time.monotonic() < deadline_s:
-        try:
-            with urllib.request.urlopen(f"http://{site.http}/health", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.05)
-    raise RuntimeError("the router did not become ready")
-
-
-def make_folder(target: Path) -> Path:
-    """Copies what a router reads of SmolLM2, with room for long prompts."""
-    source = resolve_model("smollm2-135m", needs_weights=False)
-    for path in source.glob("*.json"):
-        shutil.copy(path, target)
-    config = json.loads((source / "config.json").read_text())
-    config["max_position_embeddings"] = 2 * LONG_PROMPT_TOKENS
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
-def make_request(
-    prompt: Sequence[int] = PROMPT, num_tokens: int = OUTPUT_TOKENS
-) -> inference_pb2.GenerateRequest:
-    """Builds a request whose stop string never comes."""
-    return inference_pb2.GenerateRequest(
-        token_ids=types_pb2.TokenIds(ids=prompt),
-        sampling=types_pb2.SamplingParams(
-            max_tokens=num_tokens, ignore_eos=True, temperature=0.0, stop=[STOP]
-        ),
-    )
-
-
-@asynccontextmanager
-async def client(site: Site) -> AsyncIterator["inference_pb2_grpc.InferenceAsyncStub"]:
-    """Opens a client."""
-    async with open_channel(site.grpc) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
 
 
 async def grpc_load(site: Site) -> tuple[int, int]:
@@ -400,10 +317,17 @@ PARTS: dict[str, Callable[[Path], list[Row]]] = {
 
 def main() -> None:
     """Runs the parts named on the command line, or all, and writes what is complete."""
-    names = sys.argv[1:] or list(PARTS)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    parser.add_argument("--fronts", type=int, nargs="+", help="instead of parts: how many, in turn")
+    arguments = parser.parse_args()
+    names = arguments.parts or list(PARTS)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_folder(Path(scratch))
+        if arguments.fronts:
+            write("router_fronts", FRONTS_WORKLOAD, measure_fronts(folder, arguments.fronts))
+            return
         for name in names:
             rows += PARTS[name](folder)
     write("router" if len(names) == len(PARTS) else f"router-{'-'.join(names)}", WORKLOAD, rows)

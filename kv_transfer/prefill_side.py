@@ -1,15 +1,13 @@
 """The prefill worker's side of one hand-off (the ladder is drawn in `protocol.py`)."""
 
 from kv_transfer.computing import ComputedKv
-from kv_transfer.grants import derive_manifest, list_links
-from kv_transfer.plan import Manifest
+from kv_transfer.grants import derive_manifest
 from kv_transfer.prefill_actions import (
     TERMINAL_STAGES,
     DropFrames,
     LinkUse,
     PrefillAction,
     PrefillStage,
-    PushFrame,
     ReleaseBlocks,
     ReportHandedOff,
     ReportNeedsPlacement,
@@ -33,6 +31,7 @@ from kv_transfer.protocol import (
     RefusalReason,
     make_envelope,
 )
+from kv_transfer.shipment import Shipment
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Request, ReservationId
@@ -68,14 +67,11 @@ class PrefillHandoff:
         self._config = config
         self._clock = clock
         self._target: DecodeTarget | None = None
-        self._grant: Grant | None = None
-        self._manifest: Manifest | None = None
+        self._shipment: Shipment | None = None
+        """What the target granted; gone with it."""
         self._computed = ComputedKv()
-        self._num_pushed = 0
-        self._sent: set[int] = set()
         self._tokens: tuple[FirstToken, ...] = ()
         self._token_at_s = 0.0
-        self._pushed_whole_at_s: float | None = None
         self._last_decode_attempt = 0
         self._unplaced_at_s: float | None = None
         self._progress_at_s = clock.now()
@@ -95,14 +91,12 @@ class PrefillHandoff:
     @property
     def reservation_id(self) -> ReservationId | None:
         """The reservation it holds on decode."""
-        return None if self._grant is None else self._grant.reservation_id
+        return None if self._shipment is None else self._shipment.reservation_id
 
     @property
     def links(self) -> tuple[LinkUse, ...]:
         """The links that its frames take; none before the grant."""
-        if self._grant is None or self._manifest is None or self._target is None:
-            return ()
-        return list_links(self._manifest, self._grant, self._target)
+        return () if self._shipment is None else self._shipment.links
 
     def place(self, target: DecodeTarget) -> list[PrefillAction]:
         """Asks a decode worker for a reservation; ignored unless it is a newer attempt.
@@ -143,11 +137,12 @@ class PrefillHandoff:
                 return self._return(ReturnReason.TRANSFER_FAILED, outcome.detail)
             detail = f"refused ({outcome.reason.value}): {outcome.detail}"
             return self._unplace(detail, outcome.retry_after_s, must_abort=False)
-        self._grant = outcome
         manifest = derive_manifest(self._geometry, outcome, len(self.request.token_ids))
         if manifest is None:
-            return self._unplace("the manifests differ", None)
-        self._manifest = manifest
+            detail = "the manifests differ"
+            given_back = self._abort(target, outcome.reservation_id, detail)
+            return [given_back, *self._unplace(detail, None, must_abort=False)]
+        self._shipment = Shipment(target=target, grant=outcome, manifest=manifest)
         self._renewed_at_s = self._clock.now()
         self._enter(PrefillStage.SENDING)
         return [*self._push_ready(), *self._commit_if_ready()]
@@ -183,17 +178,17 @@ class PrefillHandoff:
         self._computed.end(len(self.request.token_ids))
         self._tokens = tokens
         self._token_at_s = self._clock.now()
-        if self._pushed_whole_at_s is not None:
+        if self._shipment is not None and self._shipment.pushed_whole_at_s is not None:
             # Ahead of their step: what was sent before it ended took nobody's time.
-            self._pushed_whole_at_s = self._token_at_s
+            self._shipment.pushed_whole_at_s = self._token_at_s
         if is_finished:
             return self._finish(PrefillStage.FINISHED, "finished at prefill")
         return [*self._push_ready(), *self._commit_if_ready()]
 
     def frame_sent(self, reservation_id: ReservationId, frame_index: int) -> list[PrefillAction]:
         """Notes progress of the link."""
-        if self._holds(reservation_id):
-            self._sent.add(frame_index)
+        if self._shipment is not None and self._holds(reservation_id):
+            self._shipment.note_sent(frame_index)
             self._progress_at_s = self._clock.now()
         return []
 
@@ -257,26 +252,14 @@ class PrefillHandoff:
     # Everything below is one step of the above.
 
     def _push_ready(self) -> list[PrefillAction]:
-        if self._grant is None or self._manifest is None or self._target is None:
+        if self._shipment is None:
             return []
-        num_ready = self._manifest.count_ready(self._computed.num_expected)
-        frames = self._manifest.frames[self._num_pushed : num_ready]
-        if frames and not self._has_unsent_frames():
-            self._progress_at_s = self._clock.now()
-        if not self._num_pushed:
-            is_whole = num_ready == len(self._manifest.frames)
-            self._pushed_whole_at_s = self._clock.now() if is_whole else None
-        self._num_pushed = max(self._num_pushed, num_ready)
-        return [
-            PushFrame(
-                target=self._target,
-                endpoint=self._grant.links[frame.decode_rank],
-                reservation_id=self._grant.reservation_id,
-                frame=frame,
-                after_step=self._computed.step_for(frame.end_token),
-            )
-            for frame in frames
-        ]
+        now_s = self._clock.now()
+        was_idle = not self._shipment.has_unsent_frames
+        frames = self._shipment.push(self._computed, now_s)
+        if frames and was_idle:
+            self._progress_at_s = now_s
+        return [*frames]
 
     def _commit_if_ready(self) -> list[PrefillAction]:
         if self.stage is not PrefillStage.SENDING or not self._tokens:
@@ -285,28 +268,27 @@ class PrefillHandoff:
         return [self._make_commit()]
 
     def _make_commit(self) -> SendCommit:
-        assert self._target is not None
-        assert self._grant is not None
+        assert self._shipment is not None
         assert self._tokens
         self._num_open_calls += 1
         return SendCommit(
-            target=self._target,
-            envelope=self._envelope(self._target, self._grant.reservation_id),
+            target=self._shipment.target,
+            envelope=self._envelope(self._shipment.target, self._shipment.reservation_id),
             first_tokens=self._tokens,
-            manifest_digest=self._grant.manifest_digest,
+            manifest_digest=self._shipment.grant.manifest_digest,
             timeout_s=self._landing_timeout_s,
         )
 
     def _hand_off(self) -> list[PrefillAction]:
-        assert self._manifest is not None
+        assert self._shipment is not None
         self._enter(PrefillStage.HANDED_OFF)
-        now_s, whole_s = self._clock.now(), self._pushed_whole_at_s
+        now_s, whole_s = self._clock.now(), self._shipment.pushed_whole_at_s
         return [
             ReportHandedOff(
                 decode_attempt=self._last_decode_attempt,
                 handoff_s=now_s - self._token_at_s,
-                num_blocks=self._manifest.num_blocks,
-                num_bytes=self._manifest.num_bytes,
+                num_blocks=self._shipment.manifest.num_blocks,
+                num_bytes=self._shipment.manifest.num_bytes,
                 transfer_s=None if whole_s is None else now_s - whole_s,
             ),
             ReleaseBlocks(),
@@ -341,27 +323,23 @@ class PrefillHandoff:
     def _leave_decode(self, detail: str, *, must_abort: bool) -> list[PrefillAction]:
         """Drops what is under way to the present target. Frames are copies: blocks are free."""
         actions: list[PrefillAction] = []
-        if self._grant is not None:
-            actions.append(DropFrames(reservation_id=self._grant.reservation_id))
+        if self._shipment is not None:
+            actions.append(DropFrames(reservation_id=self._shipment.reservation_id))
         if must_abort and self._target is not None:
             actions.append(self._abort(self._target, self.reservation_id, detail))
         self._target = None
-        self._grant = None
-        self._manifest = None
-        self._num_pushed = 0
-        self._sent.clear()
+        self._shipment = None
         return actions
 
     def _renew(self, now: float) -> list[PrefillAction]:
-        assert self._target is not None
-        assert self._grant is not None
-        if now - self._renewed_at_s < self._grant.lease_s / RENEWALS_PER_LEASE:
+        assert self._shipment is not None
+        if now - self._renewed_at_s < self._shipment.grant.lease_s / RENEWALS_PER_LEASE:
             return []
         self._renewed_at_s = now
         return [
             SendRenew(
-                target=self._target,
-                envelope=self._envelope(self._target, self._grant.reservation_id),
+                target=self._shipment.target,
+                envelope=self._envelope(self._shipment.target, self._shipment.reservation_id),
                 timeout_s=self._config.call_timeout_s,
             )
         ]
@@ -382,10 +360,10 @@ class PrefillHandoff:
         return self._clock.now() - self._progress_at_s > self._landing_timeout_s
 
     def _has_unsent_frames(self) -> bool:
-        return len(self._sent) < self._num_pushed
+        return self._shipment is not None and self._shipment.has_unsent_frames
 
     def _holds(self, reservation_id: ReservationId) -> bool:
-        return self._grant is not None and self._grant.reservation_id == reservation_id
+        return self._shipment is not None and self._shipment.reservation_id == reservation_id
 
     def _enter(self, stage: PrefillStage) -> None:
         assert not self.is_done, f"{stage} after {self.stage}"

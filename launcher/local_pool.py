@@ -10,8 +10,8 @@ from typing import Literal, Self
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Member, Scale, check_order
 from launcher.redis_server import RedisServer, free_port
-from launcher.role_commands import role_command
-from launcher.supervisor import POLL_S, Ports, Supervisor
+from launcher.role_commands import Ports, role_command
+from launcher.supervisor import POLL_S, Supervisor
 from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import InternalError, PdserveError
 from pdserve.request import Role

@@ -19,6 +19,15 @@ HIDDEN_FIELDS = ("redis_url", "api_keys", "cluster_secret", "stage_token")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """Where the router listens."""
+
+    grpc: int
+    http: int
+    metrics: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
     """What was found out at start: where this cluster lives."""
 
@@ -83,6 +92,7 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         http_port=site.http_port,
         no_http=config.no_http,
         metrics_port=site.metrics_port,
+        fronts=config.fronts,
         cluster=site.name,
         block_size=config.engine.block_size,
         max_model_len=config.engine.max_model_len,
@@ -153,6 +163,6 @@ def role_command(role: str) -> tuple[str, ...]:
     Each role has a module of its own, so that no process imports what another role needs.
 
     Args:
-        role: `router`, `prefill-worker`, `decode-worker` or `stage`.
+        role: `router`, `router-group`, `brain`, `prefill-worker`, `decode-worker` or `stage`.
     """
     return (sys.executable, "-m", f"launcher.roles.{role.replace('-', '_')}")

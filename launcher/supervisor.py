@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Literal
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from launcher.redis_server import RedisServer
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import (
     HIDDEN_FIELDS,
+    Ports,
     Site,
     environment_of,
     router_config,
@@ -52,15 +53,6 @@ _CUT_S = 3.0
 """For the router's last words to its clients in a forced stop."""
 _KILL_AFTER_DRAIN_S = 5.0
 """A child that overstays its own drain time-out by this long is killed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ports:
-    """Where the router listens."""
-
-    grpc: int
-    http: int
-    metrics: int
 
 
 class Supervisor:
@@ -164,9 +156,10 @@ class Supervisor:
         self.workers = {w.worker_id: (w, self._new_worker(w)) for w in worker_configs(config, site)}
         self._models = {worker.role: worker for worker, _ in self.workers.values()}
         router = router_config(config, site)
+        role = "router" if router.fronts == 1 else "router-group"
         self.router = Replica(
             "router",
-            [*self._role_command("router"), *to_argv(router, without=HIDDEN_FIELDS)],
+            [*self._role_command(role), *to_argv(router, without=HIDDEN_FIELDS)],
             environment_of(router),
             self._report_child,
             place=LocalPlace(),
@@ -257,7 +250,9 @@ class Supervisor:
             except grpc.RpcError:
                 return False
         config = self._config
-        return info.num_prefill >= config.num_prefill and info.num_decode >= config.num_decode
+        has_fronts = max(info.num_fronts, 1) >= config.fronts
+        has_prefill = info.num_prefill >= config.num_prefill
+        return has_fronts and has_prefill and info.num_decode >= config.num_decode
 
     def _watch(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         if self.redis is not None and not self.redis.is_running():

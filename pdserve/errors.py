@@ -8,6 +8,7 @@ PdserveError
   Unauthenticated       no API key, or a wrong one
   Overloaded            a queue or pool is full; carries a retry hint
   NoWorker              no worker of a pool can take the request now
+    NoBrain             what chooses workers for all fronts is away, or does not answer
   DeadlineExceeded      the request's time budget ran out
   Cancelled             the client went away or asked to stop
   LocalPrefillRefused   a decode worker would have had to compute prompt tokens beyond its limit
@@ -94,6 +95,12 @@ class NoWorker(PdserveError):
         """Carries the shortest wait after which a retry makes sense."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NoBrain(NoWorker):
+    """The brain of several fronts is away or does not answer: nobody can choose a worker now."""
+
+    reason = "NO_BRAIN"
 
 
 class DeadlineExceeded(PdserveError):

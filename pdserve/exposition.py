@@ -1,6 +1,7 @@
 """The text that a scrape reads, in half of the time that the client library takes for it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Sample
@@ -12,6 +13,14 @@ _APART = ("_created", "_gsum", "_gcount")
 """Samples of OpenMetrics that this format shows as gauges behind their metric."""
 _TYPES = {"info": "gauge", "stateset": "gauge", "gaugehistogram": "histogram", "unknown": "untyped"}
 _SUFFIXES = {"counter": "_total", "info": "_info"}
+
+
+class Exposes(Protocol):
+    """Whoever writes series as text."""
+
+    def generate(self) -> bytes:
+        """Returns all series as they are now; may be called from any thread."""
+        ...
 
 
 class TextExposition:
@@ -50,6 +59,25 @@ class TextExposition:
             head = self._heads[key] = sample.name + _label_text(sample.labels)
         number = floatToGoString(sample.value)  # type: ignore[no-untyped-call]  # the library has none
         return f"{head} {number}\n"
+
+
+def join_expositions(texts: Iterable[str]) -> str:
+    """Returns the texts of several processes as one: each metric once, with the series of all.
+
+    Their series differ in a label.
+    """
+    lines: dict[str, list[str]] = {}
+    """By metric: its two comments, and its series."""
+    for text in texts:
+        metric, num_comments = "", 2
+        for line in text.splitlines(keepends=True):
+            if line.startswith("# HELP "):
+                metric = line.split(maxsplit=3)[2]
+                num_comments = len(lines.setdefault(metric, []))
+            if num_comments < 2 or not line.startswith("#"):
+                lines[metric].append(line)
+                num_comments += 1
+    return "".join(line for found in lines.values() for line in found)
 
 
 def _label_text(labels: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from threading import Thread
 from prometheus_client import CollectorRegistry
 
 from pdserve.errors import ConfigError
-from pdserve.exposition import CONTENT_TYPE, TextExposition
+from pdserve.exposition import CONTENT_TYPE, Exposes, TextExposition
 from pdserve.rpc.server import check_port_is_free, join_address, resolve_host
 
 TTFT_BUCKETS_S = (
@@ -56,10 +56,15 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> MetricsS
     Raises:
         ConfigError: the address cannot be bound.
     """
+    return serve_exposition(TextExposition(registry), host, port)
+
+
+def serve_exposition(exposition: Exposes, host: str, port: int) -> MetricsServer:
+    """Serves whatever writes series, each scrape on a thread of its own; raises as above."""
     address = resolve_host(host)
     check_port_is_free(address, port)
     try:
-        server = _server_at(address)((address, port), _handler_of(TextExposition(registry)))
+        server = _server_at(address)((address, port), _handler_of(exposition))
     except OSError as error:
         where = join_address(host, port)
         raise ConfigError(f"cannot listen on {where}: {error.strerror}") from error
@@ -77,7 +82,7 @@ def _server_at(address: str) -> type[ThreadingHTTPServer]:
     return _ServerV6 if ":" in address else ThreadingHTTPServer
 
 
-def _handler_of(exposition: TextExposition) -> type[BaseHTTPRequestHandler]:
+def _handler_of(exposition: Exposes) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         """Answers GET, of any path, with all series."""
 

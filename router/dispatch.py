@@ -67,9 +67,7 @@ class Dispatcher:
         self._in_flight = InFlight()
         self._emitter = Emitter(metrics)
         self._recovery = Recovery(pool, placer, admission, clock, limits, metrics)
-        self._endings = Endings(
-            self._in_flight, self._recovery, pool, placer, admission, clock, metrics
-        )
+        self._endings = Endings(self._in_flight, self._recovery, placer, admission, clock, metrics)
         pool.listen(self)
 
     @property
@@ -259,7 +257,7 @@ class Dispatcher:
         if piece is not None:
             self._emit_prompt(active, piece)
         if update.token_ids:
-            self._pool.book.finish_prefill(state.request_id, worker)
+            self._placer.finish_prefill(state.request_id, worker)
         tokens = state.apply(worker, update)
         if update.HasField("times"):
             active.times.note_stages(update.attempt, update.times)
@@ -287,7 +285,7 @@ class Dispatcher:
         """Does at once what a change of state asks for; the driver does what takes time."""
         state = active.state
         self._recovery.send_fences(state)
-        self._pool.book.keep_only(state.request_id, state.holders())
+        self._placer.keep_only(state.request_id, state.holders())
         if state.is_ended:
             if state.awaits_prefill:
                 self._endings.end_later(active, self._limits.linger_s)

@@ -15,7 +15,6 @@ from router.placer import Placer
 from router.prefix_index import hash_granules
 from router.recovery import Recovery
 from router.traffic import TrafficMeter
-from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ class Endings:
         self,
         in_flight: InFlight,
         recovery: Recovery,
-        pool: WorkerPool,
         placer: Placer,
         admission: Admission,
         clock: Clock,
@@ -36,7 +34,6 @@ class Endings:
         """Takes what requests in flight hold places in."""
         self._in_flight = in_flight
         self._recovery = recovery
-        self._pool = pool
         self._placer = placer
         self._admission = admission
         self._clock = clock
@@ -100,7 +97,7 @@ class Endings:
         state = active.state
         del self._in_flight.samples[state.request_id]
         self._recovery.send_fences(state)
-        self._pool.book.keep_only(state.request_id, ())
+        self._placer.keep_only(state.request_id, ())
         if active.linger_timer is not None:
             active.linger_timer.cancel()
         if active.driver is not None and active.driver is not asyncio.current_task():

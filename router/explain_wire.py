@@ -27,10 +27,10 @@ def explanation_to_wire(explanation: Explanation) -> inference_pb2.ExplainRespon
     return response
 
 
-def explanation_to_json(explanation: Explanation) -> dict[str, object]:
+def explanation_to_json(explanation: inference_pb2.ExplainResponse) -> dict[str, object]:
     """Shapes it for JSON; zeros are written."""
     shown: dict[str, object] = MessageToDict(
-        explanation_to_wire(explanation),
+        explanation,
         preserving_proto_field_name=True,
         always_print_fields_with_no_presence=True,
     )

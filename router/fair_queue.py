@@ -17,6 +17,16 @@ QUANTUM_TOKENS = 4096
 AGING_S = 10.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What decides when a request's turn comes."""
+
+    tenant: str
+    priority: int
+    cost: int
+    """Uncached tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting(Generic[Item]):
     item: Item

@@ -6,17 +6,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.cache_watch import CacheWatch
+from router.metrics import LABELS
 from router.prefix_index import PrefixIndex
-
-_LABELS = ("model_name", "engine", "role")
 
 
 class IndexCollector(Collector):
     """Yields the series of one front."""
 
-    def __init__(self, model_name: str, index: PrefixIndex, watch: CacheWatch) -> None:
+    def __init__(
+        self, model_name: str, index: PrefixIndex, watch: CacheWatch, engine: str = "0"
+    ) -> None:
         """Reads both at each scrape."""
-        self._values = (model_name, "0", "router")
+        self._values = (model_name, engine, "router")
         self._index = index
         self._watch = watch
 
@@ -27,10 +28,10 @@ class IndexCollector(Collector):
             ("pdserve_index_bytes", "Memory of the prefix index.", self._index.num_bytes),
             ("pdserve_index_watched", "Workers that tell what they cache.", self._watch.num_fed),
         ):
-            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._values, value)
             yield gauge
         text = "Cache streams that were opened anew because something was missing."
-        gaps = CounterMetricFamily("pdserve_index_gaps", text, labels=_LABELS)
+        gaps = CounterMetricFamily("pdserve_index_gaps", text, labels=LABELS)
         gaps.add_metric(self._values, self._watch.num_gaps)
         yield gaps

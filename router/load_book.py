@@ -1,7 +1,7 @@
 """What this router has dispatched and not seen end, written through to the fleet's rows."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from pdserve.request import RequestId
@@ -23,6 +23,16 @@ class DecodeCharge:
     """That it may grow to."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """What a request is charged at one worker, as one book tells another."""
+
+    request_id: RequestId
+    worker: WorkerKey
+    prefill: Terms | None
+    decode: DecodeCharge | None
+
+
 @dataclass(slots=True)
 class _Charge:
     """What a request is charged at one worker."""
@@ -35,7 +45,7 @@ class LoadBook:
     """Counts load at dispatch, so that a burst spreads before any worker reports it."""
 
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
-        """Starts without charges; a worker that is not in the fleet is charged nothing."""
+        """Starts without charges; those of a worker that is not in the fleet wait for it."""
         self.fleet = fleet
         self._clock = clock
         self.on_room: Callable[[], None] = _do_nothing
@@ -50,13 +60,13 @@ class LoadBook:
 
     def charge_prefill(self, request_id: RequestId, worker: WorkerKey, terms: Terms) -> None:
         """Queues a prompt, as terms of the predictor's law; a second charge replaces the first."""
-        row = self.fleet.row_of(worker)
-        if row is None:
-            return
         self.finish_prefill(request_id, worker)
         self._charge(request_id, worker).prefill = terms
         queue = self._queues.setdefault(worker, OrderedDict())
         queue[request_id] = terms
+        row = self.fleet.row_of(worker)
+        if row is None:
+            return
         self.fleet.queue[:, row] += terms
         if len(queue) == 1:
             self._start_head(row, queue)
@@ -65,11 +75,11 @@ class LoadBook:
 
     def charge_decode(self, request_id: RequestId, worker: WorkerKey, charge: DecodeCharge) -> None:
         """Adds a sequence to a decode worker; a second charge replaces the first."""
+        self._release_decode(request_id, worker)
+        self._charge(request_id, worker).decode = charge
         row = self.fleet.row_of(worker)
         if row is None:
             return
-        self._release_decode(request_id, worker)
-        self._charge(request_id, worker).decode = charge
         self._add_decode(row, charge, 1)
         self.fleet.note_load(row)
         self.fleet.note_pick(row)
@@ -80,11 +90,14 @@ class LoadBook:
         if row is not None and until_s is not None:
             self.fleet.link_until_s[row] = max(self.fleet.link_until_s[row], until_s)
 
-    def finish_prefill(self, request_id: RequestId, worker: WorkerKey) -> None:
-        """Takes a prompt off its worker's queue: it is computed, or will not be."""
+    def finish_prefill(self, request_id: RequestId, worker: WorkerKey) -> bool:
+        """Takes a prompt off its worker's queue: it is computed, or will not be.
+
+        Returns whether it was there.
+        """
         charge = self._charges.get(request_id, {}).get(worker)
         if charge is None or charge.prefill is None:
-            return
+            return False
         terms, charge.prefill = charge.prefill, None
         row, queue = self.fleet.row_of(worker), self._queues[worker]
         was_head = next(iter(queue)) == request_id
@@ -92,7 +105,7 @@ class LoadBook:
         if not queue:
             del self._queues[worker]
         if row is None:
-            return
+            return True
         # Terms are multiples of a half: nothing is left behind when all of them are taken away.
         self.fleet.queue[:, row] -= terms
         if not queue:
@@ -100,18 +113,59 @@ class LoadBook:
         elif was_head:
             self._start_head(row, queue)
         self.on_room()
+        return True
 
-    def keep_only(self, request_id: RequestId, workers: Collection[WorkerKey]) -> None:
-        """Releases a request from all workers but these."""
+    def keep_only(self, request_id: RequestId, workers: Collection[WorkerKey]) -> bool:
+        """Releases a request from all workers but these; returns whether any was charged."""
         charges = self._charges.get(request_id)
         if charges is None:
-            return
-        for worker in [key for key in charges if key not in workers]:
+            return False
+        released = [key for key in charges if key not in workers]
+        for worker in released:
             self.finish_prefill(request_id, worker)
             self._release_decode(request_id, worker)
             del charges[worker]
         if not charges:
             del self._charges[request_id]
+        return bool(released)
+
+    def workers_of(self, request_id: RequestId) -> tuple[WorkerKey, ...]:
+        """Returns where a request is charged."""
+        return tuple(self._charges.get(request_id, ()))
+
+    def holdings(self) -> Iterator[Holding]:
+        """Yields all charges, those of earlier requests first."""
+        for request_id, charges in self._charges.items():
+            for worker, charge in charges.items():
+                yield Holding(
+                    request_id=request_id,
+                    worker=worker,
+                    prefill=charge.prefill,
+                    decode=charge.decode,
+                )
+
+    def adopt(self, holding: Holding) -> None:
+        """Charges what another book has."""
+        if holding.prefill is not None:
+            self.charge_prefill(holding.request_id, holding.worker, holding.prefill)
+        if holding.decode is not None:
+            self.charge_decode(holding.request_id, holding.worker, holding.decode)
+
+    def restore(self, worker: WorkerKey) -> None:
+        """Charges a worker that has just joined the fleet what it was charged before."""
+        row = self.fleet.row_of(worker)
+        if row is None:
+            return
+        queue = self._queues.get(worker)
+        if queue:
+            for terms in queue.values():
+                self.fleet.queue[:, row] += terms
+            self._start_head(row, queue)
+        for charges in self._charges.values():
+            charge = charges.get(worker)
+            if charge is not None and charge.decode is not None:
+                self._add_decode(row, charge.decode, 1)
+        self.fleet.note_load(row)
 
     def blocks_of(self, worker: WorkerKey) -> int:
         """Returns the decode blocks charged to a worker."""

@@ -3,8 +3,6 @@
 Labels come from fixed sets (roles, reasons, the one served model), never from a client.
 """
 
-from collections.abc import Iterable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve.errors import PdserveError
@@ -13,22 +11,22 @@ from pdserve.metrics import (
     TOKEN_COUNT_BUCKETS,
     TTFT_BUCKETS_S,
 )
-from pdserve.predictor.predictor import FitQuality
 from router.attempt import Cause
 from router.policy import Choice
 from router.timing import RequestTimes
 from router.token_metrics import TokenMetrics
 
-_LABELS = ("model_name", "engine", "role")
+LABELS = ("model_name", "engine", "role")
+"""The engine is the number of the front, or `brain`."""
 
 
 class RouterMetrics:
     """All series of one front, in the registry that is passed in."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str = "0") -> None:
         """Registers the series."""
         self._registry = registry
-        self._values = (model_name, "0", "router")
+        self._values = (model_name, engine, "router")
         counter = self._counter
         self.workers_lost = counter("pdserve_router_workers_lost", "Workers declared dead.")
         self.stale_updates = counter("pdserve_router_stale_updates", "Updates of old attempts.")
@@ -47,20 +45,13 @@ class RouterMetrics:
         self._picks_by_unit = self._labelled(
             "pdserve_router_choices", "Choices, by what their costs were counted in.", "unit"
         )
-        law = (*_LABELS, "worker_class", "kind")
-        self._law_error = Gauge(
-            "pdserve_predictor_error", "Mean relative error of a law.", law, registry=registry
-        )
-        self._law_samples = Gauge(
-            "pdserve_predictor_samples", "Steps that a law was fitted to.", law, registry=registry
-        )
         self._expected = counter("pdserve_router_expected_hit_blocks", "Cached blocks expected.")
         self._done = self._labelled("pdserve_requests", "Requests by their end.", "finished_reason")
         self._success = self._labelled(
             "vllm:request_success", "Requests that ended by themselves.", "finished_reason"
         )
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self.tokens = TokenMetrics(_LABELS, self._values)
+        self.tokens = TokenMetrics(LABELS, self._values)
         registry.register(self.tokens)
         self._running = self._gauge("vllm:num_requests_running", "Requests on a worker.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests without a worker.")
@@ -80,13 +71,6 @@ class RouterMetrics:
         """Sets the gauges."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
-
-    def note_predictor(self, qualities: Iterable[FitQuality]) -> None:
-        """Sets what is known of the predictor's laws."""
-        for one in qualities:
-            labels = (*self._values, one.worker_class, one.kind)
-            self._law_error.labels(*labels).set(one.mean_error)
-            self._law_samples.labels(*labels).set(one.num_samples)
 
     def note_pick(self, choice: Choice) -> None:
         """Counts a placement."""
@@ -134,17 +118,17 @@ class RouterMetrics:
         _observe(self._decode, times.decode_s)
 
     def _counter(self, name: str, text: str) -> Counter:
-        series = Counter(name, text, _LABELS, registry=self._registry)
+        series = Counter(name, text, LABELS, registry=self._registry)
         return series.labels(*self._values)
 
     def _labelled(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, (*_LABELS, label), registry=self._registry)
+        return Counter(name, text, (*LABELS, label), registry=self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, _LABELS, registry=self._registry).labels(*self._values)
+        return Gauge(name, text, LABELS, registry=self._registry).labels(*self._values)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        series = Histogram(name, text, _LABELS, registry=self._registry, buckets=buckets)
+        series = Histogram(name, text, LABELS, registry=self._registry, buckets=buckets)
         return series.labels(*self._values)
 
     def _pair(

@@ -319,6 +319,8 @@ class PrefixIndex:
 
     def _sweep_segment(self, segment: int) -> int:
         slots = self._table.segment(segment)
+        if not len(slots):
+            return 0
         sets = self._table.values_at(slots)
         left = self._sets.remove_all(sets, np.array(self._retired, np.uint16))
         self._table.set_values(slots, left.sets)

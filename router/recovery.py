@@ -14,6 +14,7 @@ from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
     LocalPrefillRefused,
+    NoBrain,
     NoWorker,
     Overloaded,
     PdserveError,
@@ -33,7 +34,6 @@ from router.placer import PlaceQuery, Placer
 from router.policy import Choice
 from router.request_state import RequestState
 from router.slo import TooLate
-from router.waiting_room import Turn, WaitingRoom
 from router.worker_key import WorkerKey
 from router.worker_pool import WorkerPool
 
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 _AVOID_S = 0.5
 """A worker that refused without a hint is not asked again for this long."""
 _MIN_AVOID_S = 0.02
+_UNKNOWN_S = 0.1
+"""Likewise of a worker that a brain in another process has found, or not lost, before this front.
+"""
 _MAX_REMEMBERED_CANCELS = 4096
 _RETRYABLE = (
     Overloaded,
@@ -62,6 +65,7 @@ class Limits:
     max_attempts: int
     max_client_buffer_bytes: int
     call_timeout_s: float
+    submit_timeout_s: float
     no_worker_wait_s: float
     max_local_tokens: int = 0
     """Uncached tokens that a decode worker may prefill while there is a prefill pool."""
@@ -82,7 +86,6 @@ class Recovery:
         metrics: RouterMetrics,
     ) -> None:
         """Takes what it works on."""
-        self._room = WaitingRoom(pool.book, clock)
         self._pool = pool
         self._placer = placer
         self._admission = admission
@@ -172,7 +175,7 @@ class Recovery:
         self._avoid(active, placement.decode, hint_s)
         give_up_at_s = self._clock.now() + wanted.hold_s
         while state.phase is Phase.UNPLACED and state.needs_placement is wanted:
-            now_s = self._clock.now()
+            now_s, seen = self._clock.now(), self._pool.changes.count
             try:
                 query = self._query(active, now_s)
                 choice = await self._placer.place_decode(query, placement.prefill)
@@ -181,13 +184,18 @@ class Recovery:
                     self._give_up(_held_with(active), Cause.RETURNED)
                     return
                 # Short, because the prefill worker may take its KV back meanwhile.
-                await self._wait_for_worker(active, min(give_up_at_s - now_s, _AVOID_S / 2))
+                await self._wait_for_worker(active, min(give_up_at_s - now_s, _AVOID_S / 2), seen)
                 continue
             except WorkerLost:
                 self._give_up(_held_with(active), Cause.WORKER_LOST)
                 return
-            self._send_placement(active, placement.prefill, choice.decode)
-            return
+            # Meanwhile the prefill worker may have died, or taken its KV back.
+            is_wanted = state.phase is Phase.UNPLACED and state.needs_placement is wanted
+            if is_wanted and self._reaches(active, choice):
+                self._send_placement(active, placement.prefill, choice.decode)
+                return
+            for one in active.mates:
+                self._placer.keep_only(one.state.request_id, one.state.holders())
 
     def send_fences(self, state: RequestState) -> None:
         """Cancels what a state machine has given up."""
@@ -210,47 +218,54 @@ class Recovery:
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
 
-    async def _await_turn(self, active: ActiveRequest) -> None:
-        """Lets those go first whose turn is earlier; what was under way already waits for none."""
-        call = active.call
-        if active.state.attempt or active.state.next_index:
-            return
-        query = self._query(active, self._clock.now())
-        self._placer.check_wait(query, self._room.tokens_before(call.slo.priority))
-        turn = Turn(
-            tenant=call.tenant,
-            priority=call.slo.priority,
-            cost=self._placer.expect_uncached(query),
-        )
-        await self._room.wait_for_turn(turn, has_prefill_pool=query.has_prefill_pool)
-
     async def _find_pair(self, active: ActiveRequest) -> Choice:
-        try:
-            await self._await_turn(active)
-            return await self._find_pair_now(active)
-        except TooLate:
-            self._metrics.slo_refusals.inc()
-            raise
-
-    async def _find_pair_now(self, active: ActiveRequest) -> Choice:
+        waits_for_turn = not (active.state.attempt or active.state.next_index)
+        is_brainless = False
         if active.waiting_since_s is None:
             active.waiting_since_s = self._clock.now()
             active.last_refusal = None
-        give_up_at_s = active.waiting_since_s + self._limits.no_worker_wait_s
         while True:
-            now_s = self._clock.now()
+            now_s, seen = self._clock.now(), self._pool.changes.count
+            query = self._query(active, now_s, waits_for_turn=waits_for_turn)
             try:
-                return await self._placer.place(self._query(active, now_s))
+                choice = await self._placer.place(query)
+            except TooLate:
+                self._metrics.slo_refusals.inc()
+                raise
             except NoWorker as error:
+                now_s = self._clock.now()
+                if waits_for_turn and not is_brainless:
+                    # The wait for a turn does not count.
+                    active.waiting_since_s = now_s
+                is_brainless = isinstance(error, NoBrain)
+                waits_for_turn = waits_for_turn and is_brainless
+                give_up_at_s = active.waiting_since_s + self._limits.no_worker_wait_s
                 if now_s >= give_up_at_s:
                     raise active.last_refusal or error from error
-            await self._wait_for_worker(active, give_up_at_s - now_s)
+                await self._wait_for_worker(active, give_up_at_s - now_s, seen)
+                continue
+            if self._reaches(active, choice):
+                return choice
+            waits_for_turn = False
+            for one in active.mates:
+                self._placer.keep_only(one.state.request_id, ())
 
-    async def _wait_for_worker(self, active: ActiveRequest, timeout_s: float) -> None:
+    def _reaches(self, active: ActiveRequest, choice: Choice) -> bool:
+        """Says whether this front knows the workers that were chosen; else they are avoided."""
+        chosen = (choice.decode,) if choice.prefill is None else (choice.prefill, choice.decode)
+        unknown = [worker for worker in chosen if not self._pool.knows(worker)]
+        for worker in unknown:
+            self._avoid(active, worker, _UNKNOWN_S)
+        return not unknown
+
+    async def _wait_for_worker(self, active: ActiveRequest, timeout_s: float, seen: int) -> None:
         retry_s = active.next_retry_s(self._clock.now())
-        await self._pool.wait_for_change(timeout_s if retry_s is None else min(timeout_s, retry_s))
+        limit_s = timeout_s if retry_s is None else min(timeout_s, retry_s)
+        await self._pool.changes.wait(seen, limit_s)
 
-    def _query(self, active: ActiveRequest, now_s: float) -> PlaceQuery:
+    def _query(
+        self, active: ActiveRequest, now_s: float, *, waits_for_turn: bool = False
+    ) -> PlaceQuery:
         state = active.state
         num_tokens = state.request.num_prompt_tokens + state.next_index
         slo, is_new = active.call.slo, state.attempt == 0 and state.next_index == 0
@@ -267,6 +282,9 @@ class Recovery:
             has_prefill_pool=self._pool.has_prefill_pool,
             tpot_slo_s=slo.tpot_s,
             ttft_slo_s=None if slo.ttft_s is None or not is_new else slo.ttft_s - waited_s,
+            tenant=active.call.tenant,
+            priority=slo.priority,
+            waits_for_turn=waits_for_turn,
         )
 
     async def _submit(
@@ -274,7 +292,7 @@ class Recovery:
     ) -> None:
         state, attempt = active.state, wire.request.attempt
         try:
-            await self._pool.link(receiver).submit(wire, self._limits.call_timeout_s)
+            await self._pool.link(receiver).submit(wire, self._limits.submit_timeout_s)
         except PdserveError as error:
             if state.attempt == attempt and state.speaks_for(receiver):
                 self._take_refusal(active, receiver, error)
@@ -303,7 +321,7 @@ class Recovery:
         state = active.state
         for one in _held_with(active):
             decode_attempt = one.state.begin_placement(decode)
-            self._pool.book.keep_only(one.state.request_id, one.state.holders())
+            self._placer.keep_only(one.state.request_id, one.state.holders())
             one.decode_worker = decode.worker_id
         active.moved.clear()
         self._metrics.replacements.inc()
@@ -319,7 +337,7 @@ class Recovery:
     ) -> None:
         state = active.state
         try:
-            await self._pool.link(prefill).place_decode(wire, self._limits.call_timeout_s)
+            await self._pool.link(prefill).place_decode(wire, self._limits.submit_timeout_s)
         except PdserveError as error:
             is_current = state.attempt == wire.attempt and state.speaks_for(prefill)
             if is_current and state.decode_attempt == wire.decode.decode_attempt:
@@ -346,7 +364,7 @@ class Recovery:
         for one in samples:
             one.state.give_up_attempt(cause)
             self.send_fences(one.state)
-            self._pool.book.keep_only(one.state.request_id, ())
+            self._placer.keep_only(one.state.request_id, ())
             one.moved.set()
 
     def _avoid(self, active: ActiveRequest, worker: WorkerKey, hint_s: float | None) -> None:

@@ -24,12 +24,11 @@ from pdserve.chat_template import ChatTemplate
 from pdserve.config.load import name_flag
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, NoWorker
+from pdserve.exposition import TextExposition
 from pdserve.line_output import write_line
 from pdserve.log import configure_logging
 from pdserve.metrics import serve_metrics
 from pdserve.models.folder import effective_max_model_len, read_model_config
-from pdserve.predictor.predictor import Predictor
-from pdserve.predictor.profile_files import read_profiles
 from pdserve.registry.base import Registry
 from pdserve.registry.redis import RedisRegistry
 from pdserve.request import FrontId
@@ -40,24 +39,20 @@ from pdserve.tokenizer import Tokenizer
 from pdserve.version import VERSION
 from router.admission import Admission
 from router.auth import KeyGate, read_keyring
-from router.cache_watch import CacheWatch
-from router.cost import LawTable
+from router.brain.far import FarBrain
+from router.brain.parts import Brain
 from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.index_metrics import IndexCollector
+from router.front_desk import FrontDesk
 from router.intake import Intake
-from router.load_book import LoadBook
-from router.load_share import LoadChannel, LoadShare
+from router.load_share import LoadChannel
 from router.metrics import RouterMetrics
 from router.openai.app import HttpFront, HttpParts
 from router.openai.http_server import HttpServer
-from router.placer import InProcessPlacer
-from router.policy import JointPolicy
-from router.prefix_index import PrefixIndex
 from router.prompt import RequestMaker
 from router.recovery import Limits
 from router.redis_loads import RedisLoadChannel
-from router.service import InferenceService, ServerIdentity
+from router.run_settings import EXIT_CONFIG, GC_THRESHOLDS
+from router.service import InferenceService, ServerIdentity, describe_front
 from router.slo import parse_slo_classes
 from router.validation import MAX_LOGPROBS, ModelLimits
 from router.worker_pool import WorkerPool
@@ -65,10 +60,6 @@ from router.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-EXIT_CONFIG = 2
-
-GC_THRESHOLDS = (20_000, 20, 100)
-
 _HEALTH_INTERVAL_S = 0.1
 _SETTLE_S = 1.0
 
@@ -140,7 +131,7 @@ class RouterFront:
             config: of this front.
             registry: where workers are found.
             clock: of everything.
-            loads: to other fronts; None: workers' reports are all that is known of them.
+            loads: to other routers; None: workers' reports are all that is known of them.
 
         Raises:
             ConfigError: the folder or a limit is wrong.
@@ -149,42 +140,25 @@ class RouterFront:
         self.front_id = FrontId(f"front-{secrets.token_hex(8)}")
         self.metrics_registry = CollectorRegistry()
         model = ServedModel.load(config)
-        self._metrics = RouterMetrics(self.metrics_registry, model.limits.served_name)
-        fleet = Fleet(config.worker_silence_s)
-        book = LoadBook(fleet, clock)
-        self._share = None if loads is None else LoadShare(self.front_id, fleet, loads, clock)
-        self.predictor = Predictor(read_profiles(config.profiles))
-        table = LawTable(fleet, self.predictor)
-        self.pool = WorkerPool(
-            registry,
-            self.front_id,
-            book,
-            clock,
-            silence_s=config.worker_silence_s,
-            max_message_bytes=4 * config.max_request_bytes,
-            predictor=self.predictor,
-        )
-        self.index = PrefixIndex(clock=clock, seed=secrets.randbits(63))
-        self._cache_watch = CacheWatch(self.pool, self.index, self.front_id)
-        self.metrics_registry.register(
-            IndexCollector(model.limits.served_name, self.index, self._cache_watch)
-        )
+        engine, name = str(config.front_number), model.limits.served_name
+        self._metrics = RouterMetrics(self.metrics_registry, name, engine)
+        series = self.metrics_registry
+        self.brain: Brain | FarBrain
+        if config.brain_socket is None:
+            self.brain = Brain(config, registry, clock, self.front_id, loads, series, name)
+        else:
+            self.brain = FarBrain(config, registry, clock, self.front_id, series, name)
+        self.pool = self.brain.pool
         self.dispatcher = Dispatcher(
             self.pool,
-            InProcessPlacer(
-                JointPolicy(fleet, table),
-                book,
-                self.index,
-                clock,
-                config.local_prefill_tokens,
-                table,
-            ),
+            self.brain.placer,
             Admission(config.max_queued, config.max_in_flight),
             clock,
             Limits(
                 max_attempts=config.max_attempts,
                 max_client_buffer_bytes=config.max_client_buffer_bytes,
                 call_timeout_s=config.call_timeout_s,
+                submit_timeout_s=config.submit_timeout_s,
                 no_worker_wait_s=config.no_worker_wait_s,
                 max_local_tokens=config.local_prefill_tokens,
             ),
@@ -200,18 +174,20 @@ class RouterFront:
             parse_slo_classes(config.slo_classes),
         )
         self._keyring = read_keyring(config, secrets.token_bytes(32))
-        self.service = InferenceService(
-            self.intake,
-            self.pool,
-            ServerIdentity(
-                front_id=self.front_id,
-                version=VERSION,
-                started_at_s=clock.now(),
-                model_info=model.info,
-            ),
-            self._keyring,
-            clock,
+        identity = ServerIdentity(
+            front_id=self.front_id,
+            version=VERSION,
+            started_at_s=clock.now(),
+            model_info=model.info,
         )
+        self.desk = FrontDesk(
+            self.dispatcher,
+            lambda: describe_front(identity, self.dispatcher, self.pool, clock.now()),
+            TextExposition(series),
+            self.brain.others,
+        )
+        self.brain.attend(self.desk)
+        self.service = InferenceService(self.intake, self.pool, identity, self._keyring, self.desk)
         self._server: RpcServer | None = None
         self._http: HttpServer | None = None
         self.http_port: int | None = None
@@ -227,29 +203,35 @@ class RouterFront:
         """
         gates = () if self._keyring.is_open else (KeyGate(self._keyring),)
         server = make_server(
-            SERVICE_NAME, max_message_bytes=self._config.max_request_bytes, interceptors=gates
+            SERVICE_NAME,
+            max_message_bytes=self._config.max_request_bytes,
+            interceptors=gates,
+            shares_port=self._shares_ports,
         )
         port = server.bind(self._config.host, self._config.port)
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server.grpc_server)
         self._server = server
         if not self._config.no_http:
             self._http = HttpServer(self._make_http_app())
-            self.http_port = await self._http.start(self._config.host, self._config.http_port)
+            self.http_port = await self._http.start(
+                self._config.host, self._config.http_port, shares_port=self._shares_ports
+            )
         await server.start()
-        self._tasks = [
-            asyncio.create_task(self.pool.run(self._config.registry_poll_s), name="pool"),
-            asyncio.create_task(self._cache_watch.run(), name="caches"),
-            asyncio.create_task(self._watch(), name="health"),
-        ]
-        if self._share is not None:
-            self._tasks.append(asyncio.create_task(self._share.run(), name="load share"))
+        works = [*self.brain.works(), ("health", self._watch())]
+        self._tasks = [asyncio.create_task(work, name=name) for name, work in works]
         return port
+
+    @property
+    def _shares_ports(self) -> bool:
+        return self._config.brain_socket is not None
 
     def _make_http_app(self) -> ASGIApp:
         parts = HttpParts(
             intake=self.intake,
             keyring=self._keyring,
+            desk=self.desk,
             registry=self.metrics_registry,
+            engine=str(self._config.front_number),
             can_serve=lambda: self._is_serving,
             max_body_bytes=self._config.max_request_bytes,
         )
@@ -286,13 +268,13 @@ class RouterFront:
         assert self._server is not None
         while True:
             has_workers = self.pool.can_serve or self._config.pools_may_be_empty
-            can_serve = has_workers and not self.intake.is_draining
+            can_serve = has_workers and self.brain.is_up and not self.intake.is_draining
             if can_serve != self._is_serving:
                 self._is_serving = can_serve
                 await self._server.set_serving(can_serve)
                 logger.info("health changed", extra={"is_serving": can_serve})
             num_waiting = self.dispatcher.admission.num_waiting
-            self._metrics.note_predictor(self.predictor.qualities())
+            self.brain.note_figures()
             self._metrics.note_load(
                 num_running=self.dispatcher.num_in_flight - num_waiting, num_waiting=num_waiting
             )
@@ -310,8 +292,6 @@ async def serve(config: RouterConfig) -> None:
     def take_signal() -> None:
         (stop_now if stop_signal.is_set() else stop_signal).set()
 
-    # Little of what is made per token lives long, and nothing of it is in cycles: at the usual 700
-    # objects a collection took 10 % of the time of a token.
     gc.set_threshold(*GC_THRESHOLDS)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -320,18 +300,19 @@ async def serve(config: RouterConfig) -> None:
         registry = await stack.enter_async_context(RedisRegistry(config.redis_url, config.cluster))
         loads = await stack.enter_async_context(RedisLoadChannel(config.redis_url, config.cluster))
         front = RouterFront(config, registry, MonotonicClock(), loads)
-        metrics = serve_metrics(front.metrics_registry, config.host, config.metrics_port)
-        stack.callback(metrics.close)
+        where: list[str] = []
+        if config.brain_socket is None:
+            metrics = serve_metrics(front.metrics_registry, config.host, config.metrics_port)
+            stack.callback(metrics.close)
+            where.append(f"metrics http://{metrics.address}/metrics")
         port = await front.start()
         stack.push_async_callback(front.stop)
         # What was loaded stays: a full collection that walks over it takes 30 to 80 ms.
         gc.collect()
         gc.freeze()
-        address = join_address(config.host, port)
-        where = [f"grpc {address}"]
         if front.http_port is not None:
-            where.append(f"http http://{join_address(config.host, front.http_port)}")
-        where.append(f"metrics http://{metrics.address}/metrics")
+            where.insert(0, f"http http://{join_address(config.host, front.http_port)}")
+        where.insert(0, f"grpc {join_address(config.host, port)}")
         write_line(sys.stdout, f"router ready: {', '.join(where)}")
         await stop_signal.wait()
         drained = asyncio.create_task(front.drain(config.drain_timeout_s))
@@ -344,7 +325,8 @@ async def serve(config: RouterConfig) -> None:
 
 def run(config: RouterConfig) -> int:
     """Runs one front in this process; returns the exit status (0 drained, 2 bad settings)."""
-    configure_logging(config.log_level, fields={"process": "router"})
+    name = "router" if config.brain_socket is None else f"front-{config.front_number}"
+    configure_logging(config.log_level, fields={"process": name})
     try:
         uvloop.run(serve(config))
     except ConfigError as error:

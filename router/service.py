@@ -12,11 +12,11 @@ from pdserve.errors import Cancelled, InvalidField, PdserveError, RequestNotFoun
 from pdserve.request import RequestId, Role
 from pdserve.rpc.status import abort_with
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from pdserve.timeline import Clock
 from pdserve.trace import parse_traceparent
 from router.active import ActiveRequest, ClientCall
 from router.auth import authorization_of
-from router.explain_wire import explanation_to_wire
+from router.dispatch import Dispatcher
+from router.front_desk import FrontDesk
 from router.intake import Intake, Origin
 from router.output import Delta
 from router.response import ResponseWriter
@@ -58,7 +58,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         pool: WorkerPool,
         identity: ServerIdentity,
         keyring: Keyring,
-        clock: Clock,
+        desk: FrontDesk,
     ) -> None:
         """Takes the parts of one front."""
         self._intake = intake
@@ -66,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._pool = pool
         self._identity = identity
         self._keyring = keyring
-        self._clock = clock
+        self._desk = desk
 
     # Written with context.write and not as a generator: a write that is stuck at a client that
     # does not read can be interrupted only here, and the status must still be set after it.
@@ -137,10 +137,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, InvalidField("request_id", "", "the id of a request"))
         try:
             tenant = self._tenant_of(context)
+            was_found = await self._desk.abort(RequestId(request.request_id), tenant.name)
         except PdserveError as error:
             await abort_with(context, error)
             raise
-        was_found = self._dispatcher.abort(RequestId(request.request_id), tenant.name)
         if not was_found and not self._keyring.is_open:
             await abort_with(context, RequestNotFound("no request of this id is in flight"))
         return inference_pb2.AbortResponse()
@@ -155,11 +155,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Tells why one of the caller's requests went where it went."""
         try:
             tenant = self._tenant_of(context)
-            found = self._dispatcher.explain(RequestId(request.request_id), tenant.name)
+            return await self._desk.explain(RequestId(request.request_id), tenant.name)
         except PdserveError as error:
             await abort_with(context, error)
             raise
-        return explanation_to_wire(found)
 
     async def GetModelInfo(
         self,
@@ -184,23 +183,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             inference_pb2.GetServerInfoRequest, inference_pb2.GetServerInfoResponse
         ],
     ) -> inference_pb2.GetServerInfoResponse:
-        """Describes this front and the pools it can use now."""
-        calls, traffic = self._dispatcher.calls(), self._dispatcher.traffic
-        now_s = self._clock.now()
-        return inference_pb2.GetServerInfoResponse(
-            version=self._identity.version,
-            front_id=self._identity.front_id,
-            uptime_s=now_s - self._identity.started_at_s,
-            num_prefill=self._pool.num_available(Role.PREFILL),
-            num_decode=self._pool.num_available(Role.DECODE),
-            requests_in_flight=self._dispatcher.num_in_flight,
-            requests_queued=self._dispatcher.admission.num_waiting,
-            requests_arrived=traffic.num_arrived,
-            prompt_tokens=traffic.uncached_tokens,
-            output_tokens=self._dispatcher.num_output_tokens,
-            waiting_tokens=sum(c.request.num_prompt_tokens for c in calls if c.waiting),
-            oldest_wait_s=now_s - min(_untold_since(calls), default=now_s),
-        )
+        """Describes all fronts of this port and the pools that they can use now."""
+        try:
+            return await self._desk.info()
+        except PdserveError as error:
+            await abort_with(context, error)
+            raise
 
     async def GetLoads(
         self,
@@ -221,6 +209,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if record.worker_id not in shown
         ]
         return inference_pb2.GetLoadsResponse(workers=[*infos, *gone])
+
+
+def describe_front(
+    identity: ServerIdentity, dispatcher: Dispatcher, pool: WorkerPool, now_s: float
+) -> inference_pb2.GetServerInfoResponse:
+    """Describes one front and the pools that it can use now."""
+    calls, traffic = dispatcher.calls(), dispatcher.traffic
+    return inference_pb2.GetServerInfoResponse(
+        version=identity.version,
+        front_id=identity.front_id,
+        uptime_s=now_s - identity.started_at_s,
+        num_prefill=pool.num_available(Role.PREFILL),
+        num_decode=pool.num_available(Role.DECODE),
+        requests_in_flight=dispatcher.num_in_flight,
+        requests_queued=dispatcher.admission.num_waiting,
+        requests_arrived=traffic.num_arrived,
+        prompt_tokens=traffic.uncached_tokens,
+        output_tokens=dispatcher.num_output_tokens,
+        waiting_tokens=sum(c.request.num_prompt_tokens for c in calls if c.waiting),
+        oldest_wait_s=now_s - min(_untold_since(calls), default=now_s),
+        num_fronts=1,
+    )
 
 
 def _untold_since(calls: Iterable[ClientCall]) -> Iterator[float]:

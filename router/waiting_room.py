@@ -1,4 +1,4 @@
-"""Where requests wait for their turn: at the router, as long as workers have enough to do.
+"""Where requests wait for their turn: in the brain, as long as workers have enough to do.
 
 What was sent to a worker cannot be overtaken, so no more is sent ahead than keeps workers busy: the
 rest waits here, where priorities and fairness between tenants count. When nobody waits and there
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pdserve.request import Role
 from pdserve.timeline import Clock
-from router.fair_queue import FairQueue
+from router.fair_queue import FairQueue, Turn
 from router.load_book import LoadBook
 
 STEPS_AHEAD = 2.0
@@ -19,16 +19,6 @@ PROMPTS_AHEAD = 2.0
 """And so many prompts, however long."""
 LOOK_AGAIN_S = 0.05
 """Workers that come make room as well, and do not say so here."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """What decides when a request's turn comes."""
-
-    tenant: str
-    priority: int
-    cost: int
-    """Uncached tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +70,15 @@ class WaitingRoom:
 
     def call(self) -> None:
         """Calls the next one in, if there is room, and then looks again."""
-        if self._queue and self._has_room(self._role):
+        while self._queue and self._has_room(self._role):
             ticket = self._queue.pop(self._clock.now())
+            if ticket.granted.done():
+                # Cancelled a moment ago: its task has not had its turn to leave the queue.
+                continue
             ticket.granted.set_result(None)
             # Behind the turn of the task that waited: by then its work has been counted.
             asyncio.get_running_loop().call_soon(self.call)
+            return
 
     def _look_again(self) -> None:
         if self._timer is None:

@@ -16,6 +16,7 @@ from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
 from pdserve.request import FrontId, Role, WorkerId
 from pdserve.rpc.v1 import types_pb2, worker_pb2
 from pdserve.timeline import Clock
+from router.changes import Changes
 from router.fleet import Member, Report
 from router.load_book import LoadBook
 from router.mismatch import find_mismatch
@@ -70,10 +71,12 @@ class WorkerPool:
         max_message_bytes: int,
         predictor: Predictor | None = None,
     ) -> None:
-        """Knows nobody until `poll` was called."""
+        """Knows nobody until `poll` was called; without a predictor nobody learns from steps."""
         self.book = book
         self._fleet = book.fleet
-        self._predictor = Predictor() if predictor is None else predictor
+        self._predictor = predictor
+        self.changes = Changes()
+        """Of who is here, and who takes work."""
         self.has_prefill_pool = False
         """True from the first prefill worker on: without one, requests then wait."""
         self._registry = registry
@@ -86,7 +89,6 @@ class WorkerPool:
         self._departed: dict[WorkerId, tuple[WorkerRecord, float]] = {}
         """Workers that are gone, and until when they are remembered."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
         self._listener: PoolListener | None = None
         self._is_registry_lost = False
 
@@ -176,6 +178,10 @@ class WorkerPool:
             del self._departed[next(iter(self._departed))]
         self._departed[link.record.worker_id] = (link.record, self._clock.now() + DEPARTED_S)
 
+    def knows(self, worker: WorkerKey) -> bool:
+        """Says whether a worker is here."""
+        return worker in self._links
+
     def link(self, worker: WorkerKey) -> WorkerLink:
         """Returns a worker's link.
 
@@ -215,11 +221,7 @@ class WorkerPool:
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Returns when a worker came, went or changed, or after the time-out."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+        await self.changes.wait(self.changes.count, timeout_s)
 
     def on_batch(self, worker: WorkerKey, batch: worker_pb2.StreamBatch) -> None:
         """Hands a message on."""
@@ -236,7 +238,7 @@ class WorkerPool:
         self._fleet.set_available(worker, is_available=link.is_available)
         extra = {"worker_id": worker.worker_id, "is_draining": link.is_draining}
         logger.info("worker available" if link.is_available else "worker changed", extra=extra)
-        self._wake()
+        self.changes.note()
 
     def on_link_lost(self, worker: WorkerKey, why: str) -> None:
         """Drops a link and tells of the death."""
@@ -251,7 +253,7 @@ class WorkerPool:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         self._listener.on_worker_lost(worker, why)
-        self._wake()
+        self.changes.note()
 
     def resumes_for(self, worker: WorkerKey) -> list[worker_pb2.Resume]:
         """Asks the listener."""
@@ -265,7 +267,8 @@ class WorkerPool:
             return
         link.last_report = load.report
         record = link.record
-        observe_samples(self._predictor, record.worker_class, record.incarnation, load.samples)
+        if self._predictor is not None:
+            observe_samples(self._predictor, record.worker_class, record.incarnation, load.samples)
         is_prefill = link.record.role is Role.PREFILL
         report = Report(
             num_queued=load.num_waiting + (load.num_running if is_prefill else 0),
@@ -274,10 +277,6 @@ class WorkerPool:
             kv_tokens=0 if is_prefill else load.active_blocks * link.record.block_size,
         )
         self._fleet.take_report(worker, report)
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _take_records(self, records: tuple[WorkerRecord, ...]) -> None:
         listed = set()
@@ -326,6 +325,7 @@ class WorkerPool:
         )
         self._links[link.key] = link
         self._fleet.join(_member_of(record))
+        self.book.restore(link.key)
         self._departed.pop(record.worker_id, None)
         link.start()
 

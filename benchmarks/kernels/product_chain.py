@@ -255,17 +255,14 @@ def update_defaults(
 ) -> None:
     """Puts the plans that were found into the default table.
 
-    Of a new layer, numbers of rows that were not measured take the plan of the next larger one.
+    Of a new layer, fewer rows than were measured take the plan of the fewest; other numbers that
+    were not measured are left out: a start has to choose for them by itself.
     """
     table = json.loads(path.read_text())
     layers = {(layer["num_outputs"], layer["num_inputs"]): layer for layer in table["layers"]}
     for shape in shapes:
         name, size = shape.name, (shape.num_outputs, shape.num_inputs)
         is_new = size not in layers
-        measured_rows = [row["rows"] for row in found]
-        if is_new and ROW_BUCKETS[-1] not in measured_rows:
-            print(f"{name} is not written: {ROW_BUCKETS[-1]} rows were not measured")
-            continue
         empty = {"num_outputs": size[0], "num_inputs": size[1], "fixed": None, "rows": {}}
         layer = layers.setdefault(size, empty)
         for row in found:
@@ -281,10 +278,12 @@ def update_defaults(
                 "torch_us": times["torch"],
             }
         if is_new:
-            known = {int(rows): choice for rows, choice in layer["rows"].items()}
+            known = {int(rows): choice for rows, choice in sorted(layer["rows"].items())}
+            fewest = min(known)
             layer["rows"] = {
-                str(rows): known[min(more for more in known if more >= rows)]
+                str(rows): known[max(rows, fewest)]
                 for rows in ROW_BUCKETS
+                if max(rows, fewest) in known
             }
     table["layers"] = [layers[size] for size in sorted(layers)]
     path.write_text(json.dumps(table, indent=1) + "\n")

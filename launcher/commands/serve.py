@@ -76,6 +76,7 @@ def _make_config(
         http_port=listeners.http_port,
         no_http=listeners.no_http,
         metrics_port=listeners.metrics_port,
+        fronts=listeners.fronts,
         redis_url=membership.redis,
         served_model_name=clients.served_model_name,
         decode_tensor_parallel=ranks.decode_tensor_parallel_size,

@@ -23,3 +23,7 @@ class ListenerOptions:
     metrics_port: Annotated[
         int, typer.Option(min=0, max=65535, help="The router's /metrics port; 0: a free one.")
     ] = 0
+    fronts: Annotated[
+        int,
+        typer.Option(help="Router processes that share its ports; several share one brain."),
+    ] = 1

@@ -25,6 +25,8 @@ class ClusterConfig:
     no_http: bool = False
     """True listens for gRPC alone."""
     metrics_port: int = 0
+    fronts: int = 1
+    """As of RouterConfig: processes that share the router's ports."""
     redis_url: str | None = None
     """None starts a private redis-server on loopback."""
     served_model_name: str | None = None
@@ -92,6 +94,8 @@ class ClusterConfig:
         """
         if self.num_prefill < 0:
             raise ConfigError(f"num_prefill must be at least 0, got {self.num_prefill}")
+        if self.fronts < 1:
+            raise ConfigError(f"fronts must be at least 1, got {self.fronts}")
         if self.num_decode < 1:
             raise ConfigError(f"num_decode must be at least 1, got {self.num_decode}")
         _ = self.decode_engine

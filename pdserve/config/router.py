@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 
 from pdserve.config.log_level import LogLevel
+from pdserve.errors import ConfigError
+
+BRAIN_BEAT_S = 0.25
+"""A front hears of its brain at least this often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,8 @@ class RouterConfig:
     worker_silence_s: float = 3.0
     """A worker whose stream says nothing for this long is dead to this router."""
     call_timeout_s: float = 5.0
+    submit_timeout_s: float = 60.0
+    """A busy worker takes a request between two steps; one that is dead is known by its stream."""
     registry_poll_s: float = 0.25
     pools_may_be_empty: bool = False
     """Healthy without a worker: something starts one when a request waits."""
@@ -53,3 +59,24 @@ class RouterConfig:
     """Lines of `TENANT KEY`."""
     cluster_secret: str | None = field(default=None, repr=False)
     """Salts the caches of tenants; routers with another one share no cache. None draws one."""
+    fronts: int = 1
+    """Processes that share the ports; more than one share a brain, which is one more process."""
+    brain_socket: str | None = None
+    """Where the brain is; None: in this process. Set by whatever starts several fronts."""
+    front_number: int = 0
+    """Among the fronts that share a brain."""
+    brain_silence_s: float = 1.5
+    """A brain that says nothing for this long is given up, and connected to anew."""
+
+    def __post_init__(self) -> None:
+        """Checks what cannot be found out later.
+
+        Raises:
+            ConfigError: a number is out of range.
+        """
+        if self.fronts < 1:
+            raise ConfigError(f"fronts must be at least 1, got {self.fronts}")
+        if self.brain_silence_s <= BRAIN_BEAT_S:
+            raise ConfigError(
+                f"brain_silence_s must be over {BRAIN_BEAT_S}, got {self.brain_silence_s}"
+            )

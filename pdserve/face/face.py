@@ -117,7 +117,7 @@ class Face:
                 self._cache,
                 self._log,
                 self._info,
-                config.handoff.call_timeout_s,
+                self._patience_s,
             )
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
             add_services(server, rank, config)
@@ -127,6 +127,9 @@ class Face:
         finally:
             await self._close(server)
             metrics.close()
+
+    def _patience_s(self) -> float:
+        return max(self._config.handoff.call_timeout_s, self._monitor.limit_s)
 
     async def _start_ranks(self, module: str, handlers: RankHandlers) -> RankGroup:
         config = self._config

@@ -1,7 +1,7 @@
 """The Worker service: hands calls to the rank, and serves token streams."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -28,15 +28,24 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         cache: CacheStreams,
         log: TokenLog,
         info: inference_pb2.WorkerInfo,
-        call_timeout_s: float,
+        patience_s: Callable[[], float],
     ) -> None:
-        """`info` is kept up to date by the face."""
+        """`info` is kept up to date by the face.
+
+        Args:
+            rank: rank 0, which answers between its steps.
+            streams: what routers listen to.
+            cache: likewise.
+            log: tokens that routers have not taken.
+            info: of this worker.
+            patience_s: how long a rank may be at one step now; longer means frozen.
+        """
         self._rank = rank
         self._streams = streams
         self._cache = cache
         self._log = log
         self._info = info
-        self._call_timeout_s = call_timeout_s
+        self._patience_s = patience_s
 
     async def Submit(
         self,
@@ -53,7 +62,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise WorkerLost(f"worker {self._info.worker_id} is {self._info.state}")
             for sample_id in sample_ids:
                 self._log.open(FrontId(spec.front_id), sample_id, spec.attempt)
-            reply = await self._rank.call(rank_pb2.ToRank(submit=request), self._call_timeout_s)
+            reply = await self._rank.call(rank_pb2.ToRank(submit=request), self._patience_s())
             logger.info("request taken", extra=ids_for_log(spec))
         except PdserveError as error:
             for sample_id in sample_ids:
@@ -71,7 +80,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Names another decode worker for a request this rank holds."""
         try:
             message = rank_pb2.ToRank(place_decode=request)
-            reply = await self._rank.call(message, self._call_timeout_s)
+            reply = await self._rank.call(message, self._patience_s())
         except PdserveError as error:
             await abort_with(context, error)
         return reply.place_decode
@@ -83,7 +92,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.CancelResponse:
         """Frees everything of a request here."""
         try:
-            reply = await self._rank.call(rank_pb2.ToRank(cancel=request), self._call_timeout_s)
+            reply = await self._rank.call(rank_pb2.ToRank(cancel=request), self._patience_s())
         except PdserveError as error:
             await abort_with(context, error)
         self._log.forget(RequestId(request.request_id), request.attempt)

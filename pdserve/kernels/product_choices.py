@@ -34,8 +34,8 @@ class ProductDevice:
 
     def list_plans(self, shape: LayerShape, num_rows: int) -> Iterable[ProductPlan]:
         """Returns the plan measured before for this shape, or a few that may do."""
-        known = load_defaults().choices.get(shape) if self.has_streamed else None
-        if known is not None:
+        known = load_defaults().choices.get(shape, {}) if self.has_streamed else {}
+        if find_bucket(num_rows) in known:
             plan = known[find_bucket(num_rows)].plan
             return () if plan is None else (plan,)
         rings = _TILED_RINGS
@@ -86,6 +86,9 @@ class ProductDevice:
 
 @cache
 def load_defaults() -> ProductTable:
-    """Returns the plans measured on an H200 for bfloat16, by shape and bucket of rows."""
+    """Returns the plans measured on an H200 for bfloat16, by shape and bucket of rows.
+
+    A shape may lack the larger buckets.
+    """
     text = resources.files("pdserve.kernels").joinpath("product_defaults.json").read_text()
     return ProductTable.from_json(json.loads(text))

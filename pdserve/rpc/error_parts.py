@@ -10,6 +10,7 @@ from pdserve.errors import (
     InvalidField,
     LocalPrefillRefused,
     ModelNotFound,
+    NoBrain,
     NoWorker,
     Overloaded,
     PdserveError,
@@ -63,7 +64,8 @@ def error_from_parts(
     wait_s = 1.0 if retry_after_s is None else retry_after_s
     if reason == Overloaded.reason or (not reason and code == Overloaded.grpc_code):
         return Overloaded(message, wait_s)
-    if reason == NoWorker.reason:
-        return NoWorker(message, wait_s)
+    if reason in (NoWorker.reason, NoBrain.reason):
+        kind_of_absence = NoBrain if reason == NoBrain.reason else NoWorker
+        return kind_of_absence(message, wait_s)
     plain = _PLAIN.get(reason) or _BY_CODE.get(code, InternalError)
     return plain(message)

@@ -34,12 +34,22 @@ class RpcServer:
         service_names: Sequence[str],
         max_message_bytes: int,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        *,
+        shares_port: bool = False,
     ) -> None:
-        """Makes a server that listens nowhere yet; interceptors see every call first."""
+        """Makes a server that listens nowhere yet.
+
+        Args:
+            service_names: full names.
+            max_message_bytes: in both directions.
+            interceptors: see every call first.
+            shares_port: others of this user may listen there too, and get their share of clients.
+        """
         self.grpc_server = grpc.aio.server(
             interceptors=(*interceptors, DecodingGuard()),
-            options=_server_options(max_message_bytes),
+            options=_server_options(max_message_bytes, shares_port=shares_port),
         )
+        self._shares_port = shares_port
         self._service_names = ("", *service_names)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
@@ -54,7 +64,8 @@ class RpcServer:
             ConfigError: the host does not resolve, or the port is in use or forbidden.
         """
         address = resolve_host(host)
-        check_port_is_free(address, port)
+        if not self._shares_port:
+            check_port_is_free(address, port)
         try:
             return self.grpc_server.add_insecure_port(join_address(address, port))
         except RuntimeError as error:
@@ -81,9 +92,10 @@ def make_server(
     *service_names: str,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    shares_port: bool = False,
 ) -> RpcServer:
     """Makes a server for the named services (full names, as in `DESCRIPTOR.full_name`)."""
-    return RpcServer(service_names, max_message_bytes, interceptors)
+    return RpcServer(service_names, max_message_bytes, interceptors, shares_port=shares_port)
 
 
 def open_channel(
@@ -114,7 +126,7 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
     ]
 
 
-def _server_options(max_message_bytes: int) -> list[Option]:
+def _server_options(max_message_bytes: int, *, shares_port: bool) -> list[Option]:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -123,7 +135,7 @@ def _server_options(max_message_bytes: int) -> list[Option]:
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_pings_without_data", 0),
         # Otherwise a second server on the port is accepted and takes half of the calls.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
     ]
 
 
@@ -139,6 +151,33 @@ def resolve_host(host: str) -> str:
         raise ConfigError(f"host {host!r} does not resolve: {error}") from error
     in_order = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(in_order[0][4][0])
+
+
+def bind_shared_port(host: str, port: int) -> socket.socket:
+    """Reserves a port for listeners that share it; returns what holds it, which listens not.
+
+    Raises:
+        ConfigError: the host does not resolve, or the port is in use or forbidden.
+    """
+    address = resolve_host(host)
+    check_port_is_free(address, port)
+    holder = shared_socket(address)
+    try:
+        holder.bind((address, port))
+    except OSError as error:
+        holder.close()
+        where = join_address(host, port)
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from error
+    return holder
+
+
+def shared_socket(address: str) -> socket.socket:
+    """Returns a TCP socket whose address others of this user may bind as well."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return sock
 
 
 def check_port_is_free(address: str, port: int) -> None:

@@ -1,6 +1,5 @@
 """The routes of the HTTP front."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,11 +14,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import InternalError, ModelNotFound, PdserveError
-from pdserve.exposition import CONTENT_TYPE, TextExposition
+from pdserve.exposition import CONTENT_TYPE
 from pdserve.request import RequestId
 from pdserve.trace import parse_traceparent
 from pdserve.version import VERSION
 from router.explain_wire import explanation_to_json
+from router.front_desk import FrontDesk
 from router.intake import Intake, Origin
 from router.openai.answer import Answer, StreamedAnswer, answer_whole
 from router.openai.body import read_json
@@ -49,10 +49,13 @@ class HttpParts:
 
     intake: Intake
     keyring: Keyring
+    desk: FrontDesk
     registry: CollectorRegistry
     can_serve: Callable[[], bool]
     max_body_bytes: int
     ping_interval_s: float = PING_INTERVAL_S
+    engine: str = "0"
+    """The number of the front, for its series."""
 
 
 class HttpFront:
@@ -63,7 +66,6 @@ class HttpFront:
         self._parts = parts
         self._maker = parts.intake.maker
         self._texts = TokenTexts(self._maker.tokenizer.table)
-        self._exposition = TextExposition(parts.registry)
         self._unknown = UnknownFields()
         self._created_s = int(time.time())
 
@@ -88,7 +90,8 @@ class HttpFront:
         routes += [Route(path, _at_edge(handler), methods=["POST"]) for path, handler in post]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse_route})
         app.router.redirect_slashes = False
-        metrics = HttpMetrics(self._parts.registry, [path for path, _ in (*get, *post)])
+        paths = [path for path, _ in (*get, *post)]
+        metrics = HttpMetrics(self._parts.registry, paths, self._parts.engine)
         return Gate(app, self._parts.keyring, metrics)
 
     async def _post_chat(self, request: Request) -> ASGIApp:
@@ -138,9 +141,8 @@ class HttpFront:
     async def _get_explanation(self, request: Request) -> ASGIApp:
         request_id = RequestId(request.path_params["request_id"])
         tenant = tenant_of(request.scope)
-        found = self._parts.intake.dispatcher.explain(request_id, tenant.name)
-        shown = explanation_to_json(found)
-        return json_response(shown)
+        found = await self._parts.desk.explain(request_id, tenant.name)
+        return json_response(explanation_to_json(found))
 
     def _model(self) -> dict[str, object]:
         limits = self._maker.limits
@@ -163,9 +165,7 @@ class HttpFront:
         return json_response({"version": VERSION})
 
     async def _get_metrics(self, _: Request) -> ASGIApp:
-        # Some milliseconds, in which tokens must go on.
-        text = await asyncio.to_thread(self._exposition.generate)
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(await self._parts.desk.expose(), media_type=CONTENT_TYPE)
 
 
 class _Edge:

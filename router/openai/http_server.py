@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdserve.errors import ConfigError
-from pdserve.rpc.server import check_port_is_free, join_address, resolve_host
+from pdserve.rpc.server import check_port_is_free, join_address, resolve_host, shared_socket
 
 ABORT_KEY = "pdserve.abort"
 """Scope key of what resets the connection: ASGI has no word for that."""
@@ -45,17 +45,25 @@ class HttpServer:
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
         """Binds exactly one address and accepts; returns the port, port 0 takes a free one.
+
+        Args:
+            host: name or address.
+            port: of this listener.
+            shares_port: others of this user may listen there too, and get their share of clients.
 
         Raises:
             ConfigError: the host does not resolve, or the port is in use or forbidden.
         """
         address = resolve_host(host)
-        check_port_is_free(address, port)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener = shared_socket(address)
+        else:
+            check_port_is_free(address, port)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted sockets inherit it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
@@ -98,6 +106,19 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         self.app = _with_abort(self.app, transport.abort)
         self.loop.call_later(FIRST_REQUEST_TIMEOUT_S, self._reset_if_silent)
+
+    def send_400_response(self, msg: str) -> None:
+        """Says that bytes are no HTTP, unless an answer has begun, and ends the connection.
+
+        The application may be about to answer, when only the body is bad: nothing of it is sent.
+        """
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _reset_if_silent(self) -> None:
         if self.cycle is None and self.conn.their_state is h11.IDLE:

@@ -54,10 +54,21 @@ def expected_tokens(runner: ModelRunner, prompt: tuple[int, ...], num_tokens: in
     return generate(runner, make_request(prompt), num_tokens, range(32))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def host() -> Iterator[NetNamespace]:
     with net_namespace() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def slow_hosts(
+    tiny_llama_folder: Path,  # noqa: F811
+    host: NetNamespace,
+) -> Iterator["TwoHosts"]:
+    """A cluster whose replica comes back from all that is done to it."""
+    slow = FaultConfig(step_delay_s=0.02)
+    with two_hosts(tiny_llama_folder, host, decode_faults=slow, frozen_after_s=3.0) as two:
+        yield two
 
 
 class TwoHosts:
@@ -154,116 +165,105 @@ async def test_TOK_stages_on_two_hosts_give_the_tokens_of_one_rank(
 
 @pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.soak), "holder"])
 async def test_A15_a_killed_stage_on_the_other_host_restarts_its_replica_and_changes_no_token(
-    tiny_llama_folder: Path,  # noqa: F811
+    slow_hosts: TwoHosts,
     runner: ModelRunner,
-    host: NetNamespace,
     victim: str,
 ) -> None:
-    slow = FaultConfig(step_delay_s=0.02)
     prompt, num_tokens = PROMPTS[1], 48
-    with two_hosts(tiny_llama_folder, host, decode_faults=slow) as two:
-        async with two.harness.connect() as client:
-            killed: list[inference_pb2.WorkerInfo] = []
+    async with slow_hosts.harness.connect() as client:
+        killed: list[inference_pb2.WorkerInfo] = []
 
-            async def kill_after_eight(generation: Generation) -> None:
-                if len(generation.token_ids) >= 8 and not killed:
-                    killed.append((await client.loads())["decode-0"])
-                    pid = killed[0].ranks[1].pid if victim == "rank" else two.stage.pid
-                    os.kill(pid, signal.SIGKILL)
-                    if victim == "holder":
-                        two.start_another_stage()
+        async def kill_after_eight(generation: Generation) -> None:
+            if len(generation.token_ids) >= 8 and not killed:
+                killed.append((await client.loads())["decode-0"])
+                pid = killed[0].ranks[1].pid if victim == "rank" else slow_hosts.stage.pid
+                os.kill(pid, signal.SIGKILL)
+                if victim == "holder":
+                    slow_hosts.start_another_stage()
 
-            found = await client.generate(
-                prompt_ids=prompt,
-                max_tokens=num_tokens,
-                temperature=0.0,
-                ignore_eos=True,
-                on_message=kill_after_eight,
-            )
-            assert killed, "the request was over too soon"
-            assert list(found.token_ids) == expected_tokens(runner, prompt, num_tokens)
-            assert_one_end(found)
-            await two.wait_return(client, killed[0].incarnation)
-            assert not any(is_running(rank.pid) for rank in killed[0].ranks)
-            await assert_ledger(client, num_workers=2)
-            ranks = await two.ranks(client)
-            assert [rank.node for rank in ranks] == [host.near, host.far]
+        found = await client.generate(
+            prompt_ids=prompt,
+            max_tokens=num_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            on_message=kill_after_eight,
+        )
+        assert killed, "the request was over too soon"
+        assert list(found.token_ids) == expected_tokens(runner, prompt, num_tokens)
+        assert_one_end(found)
+        await slow_hosts.wait_return(client, killed[0].incarnation)
+        assert not any(is_running(rank.pid) for rank in killed[0].ranks)
+        await assert_ledger(client, num_workers=2)
+        ranks = await slow_hosts.ranks(client)
+        assert [rank.node for rank in ranks] == [slow_hosts.host.near, slow_hosts.host.far]
 
 
 async def test_C3_a_cut_cable_is_noticed_on_both_hosts_and_the_replica_returns_with_it(
-    tiny_llama_folder: Path,  # noqa: F811
+    slow_hosts: TwoHosts,
     runner: ModelRunner,
-    host: NetNamespace,
 ) -> None:
-    with two_hosts(tiny_llama_folder, host) as two:
-        async with two.harness.connect() as client:
-            before = (await client.loads())["decode-0"]
-            host.cut()
-            cut_s = time.monotonic()
-            pids = [rank.pid for rank in before.ranks]
-            wait_until(lambda: not any(is_running(pid) for pid in pids), 3 * SILENCE_S)
-            assert time.monotonic() - cut_s > SILENCE_S / 2, "they did not die of the cut"
-            host.mend()
-            await two.wait_return(client, before.incarnation)
-            found = await client.generate(
-                prompt_ids=PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
-            )
-            assert list(found.token_ids) == expected_tokens(runner, PROMPTS[0], NUM_TOKENS)
+    async with slow_hosts.harness.connect() as client:
+        before = (await client.loads())["decode-0"]
+        slow_hosts.host.cut()
+        cut_s = time.monotonic()
+        pids = [rank.pid for rank in before.ranks]
+        wait_until(lambda: not any(is_running(pid) for pid in pids), 3 * SILENCE_S)
+        assert time.monotonic() - cut_s > SILENCE_S / 2, "they did not die of the cut"
+        slow_hosts.host.mend()
+        await slow_hosts.wait_return(client, before.incarnation)
+        found = await client.generate(
+            prompt_ids=PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        )
+        assert list(found.token_ids) == expected_tokens(runner, PROMPTS[0], NUM_TOKENS)
 
 
 async def test_C9_a_frozen_rank_on_the_other_host_is_noticed_and_changes_no_token(
-    tiny_llama_folder: Path,  # noqa: F811
+    slow_hosts: TwoHosts,
     runner: ModelRunner,
-    host: NetNamespace,
 ) -> None:
-    slow = FaultConfig(step_delay_s=0.02)
-    with two_hosts(tiny_llama_folder, host, decode_faults=slow, frozen_after_s=2.0) as two:
-        async with two.harness.connect() as client:
-            frozen: list[inference_pb2.WorkerInfo] = []
+    async with slow_hosts.harness.connect() as client:
+        frozen: list[inference_pb2.WorkerInfo] = []
 
-            async def freeze_after_eight(generation: Generation) -> None:
-                if len(generation.token_ids) >= 8 and not frozen:
-                    frozen.append((await client.loads())["decode-0"])
-                    os.kill(frozen[0].ranks[1].pid, signal.SIGSTOP)
+        async def freeze_after_eight(generation: Generation) -> None:
+            if len(generation.token_ids) >= 8 and not frozen:
+                frozen.append((await client.loads())["decode-0"])
+                os.kill(frozen[0].ranks[1].pid, signal.SIGSTOP)
 
-            found = await client.generate(
-                prompt_ids=PROMPTS[1],
-                max_tokens=40,
-                temperature=0.0,
-                ignore_eos=True,
-                on_message=freeze_after_eight,
-            )
-            assert frozen, "the request was over too soon"
-            assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
-            await two.wait_return(client, frozen[0].incarnation)
-            assert not any(is_running(rank.pid) for rank in frozen[0].ranks)
+        found = await client.generate(
+            prompt_ids=PROMPTS[1],
+            max_tokens=40,
+            temperature=0.0,
+            ignore_eos=True,
+            on_message=freeze_after_eight,
+        )
+        assert frozen, "the request was over too soon"
+        assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
+        await slow_hosts.wait_return(client, frozen[0].incarnation)
+        assert not any(is_running(rank.pid) for rank in frozen[0].ranks)
 
 
 async def test_C15_a_stage_that_is_told_to_end_lets_its_replica_drain_and_another_takes_over(
-    tiny_llama_folder: Path,  # noqa: F811
+    slow_hosts: TwoHosts,
     runner: ModelRunner,
-    host: NetNamespace,
 ) -> None:
-    slow = FaultConfig(step_delay_s=0.02)
-    with two_hosts(tiny_llama_folder, host, decode_faults=slow) as two:
-        async with two.harness.connect() as client:
-            before = (await client.loads())["decode-0"]
+    async with slow_hosts.harness.connect() as client:
+        before = (await client.loads())["decode-0"]
 
-            def stop_after_eight(generation: Generation) -> None:
-                if len(generation.token_ids) == 8:
-                    two.stage.terminate()
+        def stop_after_eight(generation: Generation) -> None:
+            if len(generation.token_ids) == 8:
+                slow_hosts.stage.terminate()
 
-            found = await client.generate(
-                prompt_ids=PROMPTS[1],
-                max_tokens=40,
-                temperature=0.0,
-                ignore_eos=True,
-                on_message=stop_after_eight,
-            )
-            assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
-            assert found.timeline is not None
-            assert found.timeline.attempts == 1
-            wait_until(lambda: two.stage.poll() == 0, 20.0)
-            two.start_another_stage()
-            await two.wait_return(client, before.incarnation)
-            await assert_ledger(client, num_workers=2)
+        found = await client.generate(
+            prompt_ids=PROMPTS[1],
+            max_tokens=40,
+            temperature=0.0,
+            ignore_eos=True,
+            on_message=stop_after_eight,
+        )
+        assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
+        assert found.timeline is not None
+        assert found.timeline.attempts == 1
+        wait_until(lambda: slow_hosts.stage.poll() == 0, 20.0)
+        slow_hosts.start_another_stage()
+        await slow_hosts.wait_return(client, before.incarnation)
+        await assert_ledger(client, num_workers=2)

@@ -28,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize(
+    "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 4, 5))]
+)
 def test_LEDGER_random_visits_over_poisoned_memory_give_the_tokens_of_a_fresh_engine(
     folder: Path, seed: int
 ) -> None:

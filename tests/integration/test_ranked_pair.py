@@ -17,14 +17,13 @@ from tests.support.ranked_pair import RankedSide, ranked_pair
 from tests.support.tiny_models import make_tiny_llama
 
 SHAPES = [
-    ((2, 1), (1, 2)),
-    ((1, 2), (4, 1)),
-    ((2, 2), (1, 1)),
-    ((1, 1), (2, 2)),
-    ((1, 4), (1, 4)),
+    pytest.param((1, 2), (4, 1), id="1x2-4x1"),
+    pytest.param((2, 2), (1, 1), id="2x2-1x1"),
+    pytest.param((1, 4), (1, 4), id="1x4-1x4"),
+    pytest.param((2, 1), (1, 2), id="2x1-1x2", marks=pytest.mark.soak),
+    pytest.param((1, 1), (2, 2), id="1x1-2x2", marks=pytest.mark.soak),
 ]
 """(tensor, stages) of prefill and of decode."""
-IDS = [f"{p[0]}x{p[1]}-{d[0]}x{d[1]}" for p, d in SHAPES]
 PROMPT = tuple((11 * index) % 370 + 5 for index in range(90))
 
 
@@ -60,7 +59,7 @@ def make_group(name: str, n: int, **sampling: object) -> Request:
 PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
 
 
-@pytest.mark.parametrize(("prefill", "decode"), SHAPES, ids=IDS)
+@pytest.mark.parametrize(("prefill", "decode"), SHAPES)
 def test_A13_A15_samples_with_penalties_equal_those_of_one_rank(
     folder: Path, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> None:
@@ -74,7 +73,7 @@ def test_A13_A15_samples_with_penalties_equal_those_of_one_rank(
         assert counters[1].handoffs_completed == 1
 
 
-@pytest.mark.parametrize(("prefill", "decode"), SHAPES, ids=IDS)
+@pytest.mark.parametrize(("prefill", "decode"), SHAPES)
 def test_B5_A13_preempted_samples_change_no_token_on_ranks(
     folder: Path, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> None:
@@ -89,7 +88,7 @@ def test_B5_A13_preempted_samples_change_no_token_on_ranks(
 
 
 @pytest.mark.parametrize("chunk_tokens", [37, 256])
-@pytest.mark.parametrize(("prefill", "decode"), SHAPES, ids=IDS)
+@pytest.mark.parametrize(("prefill", "decode"), SHAPES)
 def test_A14_prompt_logprobs_equal_those_of_one_rank_cold_and_warm(
     folder: Path, prefill: tuple[int, int], decode: tuple[int, int], chunk_tokens: int
 ) -> None:

@@ -1,5 +1,6 @@
 """Hand-offs that go wrong: spoiled frames, dead or restarted peers, requests cut in the middle."""
 
+import asyncio
 import random
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from launcher.client import Generation
 from launcher.redis_server import free_port
 from launcher.role_commands import HIDDEN_FIELDS, environment_of, role_command
 from pdserve.config.load import to_argv
@@ -19,6 +21,7 @@ from pdserve.process import ChildProcess, spawn
 from pdserve.request import Role
 from tests.support.cluster import (
     TEST_ENGINE,
+    TEST_HANDOFF,
     ClusterHarness,
     HarnessClient,
     running_cluster,
@@ -238,3 +241,25 @@ async def test_C2_prefill_restarted_fifty_times_on_one_port_never_harms_decode(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:
     await restart_prefill_on_one_port(tiny_llama_folder, num_restarts=50)
+
+
+async def test_C9_requests_that_come_during_a_step_longer_than_a_call_take_one_attempt(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    with running_cluster(
+        tiny_llama_folder,
+        handoff=replace(TEST_HANDOFF, call_timeout_s=0.4),
+        prefill_faults=FaultConfig(step_delay_s=1.0),
+    ) as cluster:
+        async with cluster.connect() as client:
+
+            async def generate_after(delay_s: float) -> Generation:
+                await asyncio.sleep(delay_s)
+                prompt = tuple(range(10 + int(20 * delay_s), 50))
+                return await client.generate(prompt_ids=prompt, max_tokens=2)
+
+            # Some of them begin to wait with most of a step ahead of them.
+            found = await asyncio.gather(*(generate_after(0.15 * i) for i in range(10)))
+            attempts = [one.timeline.attempts for one in found if one.timeline is not None]
+            assert attempts == [1] * 10
+            await assert_ledger(client, 2)

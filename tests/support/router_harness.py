@@ -1,25 +1,34 @@
 """A router front over fake workers, and a client that checks the stream's own rules."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from pdserve.config.router import RouterConfig
 from pdserve.errors import PdserveError
+from pdserve.exposition import TextExposition
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.request import Role
+from pdserve.request import FrontId, Role
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.status import error_from_rpc
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from pdserve.timeline import MonotonicClock
+from router.brain.door import Door
+from router.brain.parts import Brain
+from router.brain.process import Observer
 from router.server import RouterFront
 from tests.support.fake_worker import FakeNetwork, FakeWorker, Script
 
 PROMPT = tuple(range(10, 50))
+IS_FAR = "FAR_BRAIN" in os.environ
+"""Set to run all tests of the router with its brain behind a socket."""
 
 
 @dataclass
@@ -50,6 +59,7 @@ class Cluster:
     registry: MemoryRegistry
     stub: inference_pb2_grpc.InferenceStub
     port: int
+    brain: Brain
 
     async def add(self, worker_id: str, script: Script | None = None, **over: object) -> FakeWorker:
         role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
@@ -58,17 +68,23 @@ class Cluster:
     async def ready(self, num_workers: int) -> None:
         """Waits until so many workers are available."""
         await eventually(
-            lambda: sum(view.is_available for view in self.front.pool.views()) == num_workers
+            lambda: all(
+                sum(view.is_available for view in pool.views()) == num_workers
+                for pool in (self.front.pool, self.brain.pool)
+            )
         )
 
     async def quiet(self) -> None:
         """Waits until nothing is in flight and no living worker holds anything."""
         await eventually(lambda: self.front.dispatcher.num_in_flight == 0)
         await eventually(lambda: not self.network.held(), lambda: str(self.network.held()))
-        book = self.front.pool.book
-        fleet = book.fleet
-        charged = (book.num_charged, fleet.queue.any(), fleet.blocks.any(), fleet.num_seqs.any())
-        assert charged == (0, False, False, False)
+        if self.front.brain is not self.brain:
+            # Told over a socket.
+            await eventually(lambda: self.brain.book.num_charged == 0)
+        for book in {self.front.pool.book, self.brain.book}:
+            fleet = book.fleet
+            charged = fleet.queue.any(), fleet.blocks.any(), fleet.num_seqs.any()
+            assert (book.num_charged, *charged) == (0, False, False, False)
         admission = self.front.dispatcher.admission
         assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
 
@@ -130,8 +146,36 @@ async def let_others_run(num_turns: int) -> None:
 
 
 @asynccontextmanager
-async def run_cluster(folder: Path, **over: object) -> AsyncIterator[Cluster]:
-    """Runs a front without workers; tests add them."""
+async def run_brain(
+    config: RouterConfig, registry: MemoryRegistry, path: Path
+) -> AsyncIterator[Brain]:
+    """Runs a brain behind a socket, in this very process."""
+    series, front_id = CollectorRegistry(), FrontId("brain")
+    config = replace(config, brain_socket=str(path))
+    brain = Brain(config, registry, MonotonicClock(), front_id, None, series, "tiny")
+    brain.pool.listen(Observer(brain))
+    works = [*brain.works(), ("door", Door(brain, TextExposition(series)).run(path))]
+    tasks = [asyncio.create_task(work, name=name) for name, work in works]
+    try:
+        yield brain
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await brain.pool.close()
+
+
+@asynccontextmanager
+async def run_cluster(
+    folder: Path, *, is_far: bool = IS_FAR, **over: object
+) -> AsyncIterator[Cluster]:
+    """Runs a front without workers; tests add them.
+
+    Args:
+        folder: of the model.
+        is_far: with its brain behind a socket, as several fronts have it.
+        over: settings of the router.
+    """
     settings: dict[str, object] = {
         "model": str(folder),
         "redis_url": "",
@@ -141,17 +185,28 @@ async def run_cluster(folder: Path, **over: object) -> AsyncIterator[Cluster]:
         "registry_poll_s": 0.02,
         "worker_silence_s": 1.5,
         "call_timeout_s": 2.0,
+        "submit_timeout_s": 2.0,
         "no_worker_wait_s": 5.0,
     }
     config = RouterConfig(**{**settings, **over})
     registry = MemoryRegistry(MonotonicClock())
     network = FakeNetwork(registry)
-    front = RouterFront(config, registry, MonotonicClock())
-    port = await front.start()
-    channel = open_channel(f"127.0.0.1:{port}")
-    try:
-        yield Cluster(front, network, registry, inference_pb2_grpc.InferenceStub(channel), port)
-    finally:
-        await channel.close()
-        await front.stop()
-        await network.stop()
+    async with AsyncExitStack() as stack:
+        brain = None
+        if is_far:
+            path = Path(stack.enter_context(TemporaryDirectory())) / "brain"
+            brain = await stack.enter_async_context(run_brain(config, registry, path))
+            config = replace(config, brain_socket=str(path))
+        front = RouterFront(config, registry, MonotonicClock())
+        if brain is None:
+            assert isinstance(front.brain, Brain)
+            brain = front.brain
+        port = await front.start()
+        channel = open_channel(f"127.0.0.1:{port}")
+        try:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            yield Cluster(front, network, registry, stub, port, brain)
+        finally:
+            await channel.close()
+            await front.stop()
+            await network.stop()

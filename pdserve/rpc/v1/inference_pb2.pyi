@@ -618,6 +618,7 @@ class GetServerInfoResponse(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
+    NUM_FRONTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     front_id: _builtins.str
     uptime_s: _builtins.float
@@ -626,7 +627,7 @@ class GetServerInfoResponse(_message.Message):
     requests_in_flight: _builtins.int
     requests_queued: _builtins.int
     requests_arrived: _builtins.int
-    """Counted since this front started."""
+    """Counted since the fronts started."""
     prompt_tokens: _builtins.int
     """Of all that arrived, without what was expected to be cached where it was placed."""
     output_tokens: _builtins.int
@@ -634,6 +635,8 @@ class GetServerInfoResponse(_message.Message):
     """Prompts of the requests that no worker has."""
     oldest_wait_s: _builtins.float
     """Age of the oldest request without a token."""
+    num_fronts: _builtins.int
+    """That share this port; all figures are of all of them together."""
     def __init__(
         self,
         *,
@@ -649,10 +652,11 @@ class GetServerInfoResponse(_message.Message):
         output_tokens: _builtins.int = ...,
         waiting_tokens: _builtins.int = ...,
         oldest_wait_s: _builtins.float = ...,
+        num_fronts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "oldest_wait_s", b"oldest_wait_s", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests_arrived", b"requests_arrived", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "num_decode", b"num_decode", "num_fronts", b"num_fronts", "num_prefill", b"num_prefill", "oldest_wait_s", b"oldest_wait_s", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests_arrived", b"requests_arrived", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernels.sanitize import Verdict, count_found, inspect, report
+from benchmarks.kernels.sanitize import (
+    Verdict,
+    count_found,
+    count_switches,
+    find_switch_lines,
+    inspect,
+    report,
+)
 from benchmarks.kernels.sanitize_calls import attend
 from pdserve.kernels.decode_attention import DecodeTuning
 from tests.unit.kernels import conftest  # noqa: F401  mends the interpreter
@@ -65,3 +72,19 @@ def test_a_program_that_stops_half_way_is_not_clean(
 def test_decode_attention_is_called_as_its_launchers_want_it() -> None:
     attend(16, torch.float32, (3, 0), tuning=DecodeTuning())
     attend(16, torch.float32, (17,), queries=2, window=9, soft_cap=20.0)
+
+
+@pytest.mark.parametrize(("other", "num_switches"), [(None, 1), ("streamed_decode.py:140", 0)])
+def test_only_races_at_the_switch_of_warps_are_counted_apart(
+    other: str | None, num_switches: int
+) -> None:
+    first, second = sorted(find_switch_lines())
+    output = (
+        f"========= Error: Race reported between Read access at k+0x100 in {first}\n"
+        f"=========     and Write access at k+0x4320 in {other or first} [40 hazards]\n"
+        f"=========     and Write access at k+0xa5e0 in {second} [46 hazards]\n"
+        "========= \n========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+    )
+    assert count_switches(output, find_switch_lines()) == num_switches
+    verdict = replace(CLEAN, num_found=1, num_switches=num_switches)
+    assert verdict.is_clean == (num_switches == 1)

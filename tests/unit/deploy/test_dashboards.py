@@ -18,6 +18,7 @@ from router.cache_watch import CacheWatch
 from router.index_metrics import IndexCollector
 from router.metrics import RouterMetrics
 from router.openai.metrics import HttpMetrics
+from router.predictor_metrics import PredictorMetrics
 from router.prefix_index import PrefixIndex
 from router.worker_pool import WorkerPool
 from tests.support.manifests import DEPLOY, parse_documents, pods
@@ -40,6 +41,7 @@ def series() -> set[str]:
     registry = CollectorRegistry()
     RouterMetrics(registry, "m")
     HttpMetrics(registry, ["/health"])
+    PredictorMetrics(registry, "m", "0")
     index = PrefixIndex()
     # Nobody is watched, so the pool is not asked.
     watch = CacheWatch(cast("WorkerPool", None), index, FrontId("front"))

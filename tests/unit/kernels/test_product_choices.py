@@ -16,11 +16,20 @@ SHAPES = (
 )
 
 
-def test_the_shapes_of_llama_8b_come_with_measured_plans_for_all_buckets() -> None:
+WHOLE_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+HALF_8B = ((3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168), (64128, 4096))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "buckets"), [(WHOLE_8B, ROW_BUCKETS), (HALF_8B, (1, 2, 4, 8, 64))]
+)
+def test_the_shapes_of_llama_8b_on_one_gpu_and_on_two_come_with_measured_plans(
+    sizes: tuple[tuple[int, int], ...], buckets: tuple[int, ...]
+) -> None:
     choices = load_defaults().choices
-    outputs = {shape.num_outputs for shape in choices if shape.num_inputs == 4096}
-    assert outputs == {6144, 4096, 28672, 128256}
-    assert all(tuple(by_rows) == ROW_BUCKETS for by_rows in choices.values())
+    for num_outputs, num_inputs in sizes:
+        shape = LayerShape(num_outputs=num_outputs, num_inputs=num_inputs)
+        assert tuple(choices[shape]) == buckets
 
 
 def test_a_known_shape_is_verified_with_its_measured_plan_alone() -> None:

@@ -296,7 +296,9 @@ def test_a_manifest_that_differs_is_not_sent(handoff: PrefillHandoff) -> None:
     wrong = grant()
     object.__setattr__(wrong, "manifest_digest", b"other")
     actions = handoff.reserve_answered(target(), wrong)
-    assert kinds(actions) == [DropFrames, SendAbort, ReportNeedsPlacement]
+    assert kinds(actions) == [SendAbort, ReportNeedsPlacement]
+    assert isinstance(actions[0], SendAbort)
+    assert actions[0].envelope.reservation_id == wrong.reservation_id
 
 
 def test_another_placement_sends_everything_again_and_computes_nothing(

@@ -1,6 +1,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from launcher.role_commands import (
     HIDDEN_FIELDS,
     Site,
@@ -16,6 +18,7 @@ from pdserve.config.load import from_argv, to_argv
 from pdserve.config.router import RouterConfig
 from pdserve.config.stage import StageConfig
 from pdserve.config.worker import FaultConfig, HandoffConfig
+from pdserve.errors import ConfigError
 from pdserve.request import Role
 
 SITE = Site(
@@ -89,6 +92,18 @@ def test_router_serves_the_model_under_the_name_it_was_given() -> None:
     assert config.served_model_name == "smollm2-135m"
     named = router_config(replace(CONFIG, served_model_name="mine"), SITE)
     assert named.served_model_name == "mine"
+
+
+def test_the_router_gets_as_many_fronts_as_the_cluster_has() -> None:
+    assert router_config(CONFIG, SITE).fronts == 1
+    assert router_config(replace(CONFIG, fronts=3), SITE).fronts == 3
+
+
+@pytest.mark.parametrize("kind", [ClusterConfig, RouterConfig])
+def test_fewer_fronts_than_one_are_refused(kind: type) -> None:
+    config = CONFIG if kind is ClusterConfig else router_config(CONFIG, SITE)
+    with pytest.raises(ConfigError, match="fronts must be at least 1, got 0"):
+        replace(config, fronts=0)
 
 
 def test_passwords_keys_and_secrets_travel_in_the_environment_alone() -> None:

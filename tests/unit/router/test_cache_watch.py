@@ -27,7 +27,7 @@ async def _add(cluster: Cluster, worker_id: str = "d0", **over: object) -> FakeW
 
 
 def _holds(cluster: Cluster, expected: dict[str, int]) -> bool:
-    return cluster.front.index.match(KEYS) == expected
+    return cluster.brain.index.match(KEYS) == expected
 
 
 async def test_what_a_worker_caches_and_evicts_is_known_to_the_router(cluster: Cluster):
@@ -93,12 +93,12 @@ async def test_a_worker_without_events_is_known_from_placements(cluster: Cluster
     await eventually(lambda: bool(worker.cache_requests))
     await generate(cluster, request_for(LONG_PROMPT))
     assert _holds(cluster, {"d0": 3})
-    assert not cluster.front.index.is_watched(worker.key.worker_id)
+    assert not cluster.brain.index.is_watched(worker.key.worker_id)
 
 
 async def test_what_was_just_placed_counts_before_the_worker_has_told_of_it(cluster: Cluster):
     worker = await _add(cluster)
-    await eventually(lambda: cluster.front.index.is_watched(worker.key.worker_id))
+    await eventually(lambda: cluster.brain.index.is_watched(worker.key.worker_id))
     await generate(cluster, request_for(LONG_PROMPT))
     assert _holds(cluster, {"d0": 3})
     worker.change_cache(*KEYS)

@@ -177,7 +177,7 @@ def test_hints_of_a_hot_prefix_are_tidied_up():
 
 def test_a_place_is_used_again_once_it_is_swept():
     index = PrefixIndex()
-    for _ in range(500):
+    for _ in range(50):
         index.begin_snapshot(A)
         _tell(index, A, 1, 2)
         while index.sweep():

@@ -5,9 +5,10 @@ import asyncio
 from pdserve.request import Incarnation, RequestId, Role, WorkerId
 from pdserve.timeline import ManualClock
 from router.cost import prefill_terms
+from router.fair_queue import Turn
 from router.fleet import Fleet, Member
 from router.load_book import LoadBook
-from router.waiting_room import Turn, WaitingRoom
+from router.waiting_room import WaitingRoom
 from router.worker_key import WorkerKey
 from tests.support.router_harness import let_others_run
 
@@ -136,3 +137,16 @@ async def test_with_nobody_to_wait_for_nobody_waits() -> None:
     scene.send("r0")
     await let_others_run(2)
     assert scene.order == ["r0"]
+
+
+async def test_a_turn_of_one_that_was_cancelled_in_the_same_moment_goes_to_the_next() -> None:
+    scene = Scene()
+    scene.add_worker()
+    for number in range(4):
+        scene.send(f"r{number}")
+    await let_others_run(5)
+    scene.tasks["r2"].cancel()
+    # Before the cancelled task has run.
+    scene.finish("r0")
+    await let_others_run(5)
+    assert scene.order == ["r0", "r1", "r3"]

@@ -66,8 +66,8 @@ def test_the_frontier_has_the_chosen_plan_at_rising_rates(plan: Plan):
     assert last.ttft.p99_s > first.ttft.p99_s
 
 
-def test_more_load_needs_more_workers():
-    few, many = plan_of(workload_of(60.0)).chosen, plan_of(workload_of(240.0)).chosen
+def test_more_load_needs_more_workers(plan: Plan):
+    few, many = plan_of(workload_of(40.0)).chosen, plan.chosen
     assert few is not None
     assert many is not None
     assert many.num_gpus > few.num_gpus

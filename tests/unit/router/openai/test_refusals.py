@@ -1,7 +1,9 @@
 """Bodies that are refused: each names its field, none costs memory, the next call is served."""
 
+import asyncio
 import gc
 import json
+import re
 
 import psutil
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from router.openai.compatibility import IGNORED, REFUSED, SUPPORTED
 from router.openai.fields import Fields
 from tests.support.http_client import CHAT, add_pair, http_client
-from tests.support.router_harness import run_cluster
+from tests.support.router_harness import let_others_run, run_cluster
 
 TEXT = {"prompt": "the fox", "max_tokens": 2}
 BAD_COMMON = [
@@ -187,6 +189,36 @@ async def test_D5_a_large_body_is_413_whether_announced_or_not(text_folder):
                 assert answer.status_code == 413
                 assert answer.json()["error"]["code"] == "body_too_large"
             assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+JSON_HEAD = HEAD + b"content-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [HEAD + b"\r\nZZ\r\n"],
+        [JSON_HEAD + b"\r\nZZ\r\n"],
+        [JSON_HEAD + b"\r\n", b"2\r\n{}\r\nZZ\r\n"],
+        [HEAD + b"\r\n", b"ZZ\r\n"],
+    ],
+    ids=["before a refusal", "before the body is read", "while it is read", "behind a refusal"],
+)
+async def test_D5_bytes_that_are_no_chunk_end_one_connection_and_log_no_defect(
+    pair, client, caplog, pieces
+):
+    reader, writer = await asyncio.open_connection("127.0.0.1", pair.front.http_port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        await let_others_run(20)
+    answer = await asyncio.wait_for(reader.read(), 5.0)
+    writer.close()
+    assert re.match(rb"HTTP/1.1 (400|415) ", answer)
+    assert answer.count(b"HTTP/1.1") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
 
 
 BOMBS = {

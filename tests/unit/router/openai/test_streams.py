@@ -195,6 +195,7 @@ async def test_pings_bridge_a_long_prefill_and_the_shape_stays(cluster):
         worker.script.token_delay_s = 0.4
     parts = HttpParts(
         intake=cluster.front.intake,
+        desk=cluster.front.desk,
         keyring=Keyring((), b""),
         registry=type(cluster.front.metrics_registry)(),
         can_serve=lambda: True,

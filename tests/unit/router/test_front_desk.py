@@ -1,0 +1,48 @@
+"""Figures of several fronts as those of one."""
+
+from router.front_desk import Info, join_infos
+
+
+def test_counts_add_up_and_workers_count_that_all_can_use() -> None:
+    own = Info(
+        front_id="a",
+        num_fronts=1,
+        uptime_s=5,
+        num_prefill=2,
+        num_decode=3,
+        requests_in_flight=1,
+        requests_queued=1,
+        requests_arrived=10,
+        prompt_tokens=100,
+        output_tokens=50,
+        waiting_tokens=7,
+        oldest_wait_s=0.5,
+    )
+    other = Info(
+        front_id="b",
+        num_fronts=1,
+        uptime_s=9,
+        num_prefill=2,
+        num_decode=2,
+        requests_in_flight=2,
+        requests_arrived=5,
+        prompt_tokens=11,
+        output_tokens=3,
+        waiting_tokens=1,
+        oldest_wait_s=2.0,
+    )
+    brain = Info(num_prefill=1, num_decode=3)
+    assert join_infos(own, [other, brain]) == Info(
+        front_id="a",
+        num_fronts=2,
+        uptime_s=9,
+        num_prefill=1,
+        num_decode=2,
+        requests_in_flight=3,
+        requests_queued=1,
+        requests_arrived=15,
+        prompt_tokens=111,
+        output_tokens=53,
+        waiting_tokens=8,
+        oldest_wait_s=2.0,
+    )
