@@ -1,6 +1,7 @@
 """How prompts are best cut into frames that leave while later layers are computed.
 
-`python -m benchmarks.handoff_sweep [--variants a;b]`; needs two GPUs, three minutes.
+`python -m benchmarks.handoff_sweep [--variants a;b]`; needs two GPUs, three minutes. With
+`--decode-gpu 0` both ends share one: that shows that it works, and no figure of a link.
 
 One engine computes streams of prompts of Llama-3-8B's shape, alone and with their KV handed off to
 another GPU, once for each way to cut and to pack. Told are what streaming costs prefill, and how
@@ -60,10 +61,8 @@ SHORT = (512, 768, 1024)
 VARIANTS = (
     Variant(name="after the step", handoff=layers(ALL_LAYERS), leaves_early=False),
     Variant(name="8 layers", handoff=layers(8)),
-    Variant(name="8 staged", handoff=layers(8, push_is_staged=True)),
     Variant(name="32 layers", handoff=layers(ALL_LAYERS)),
     Variant(name="4 layers", handoff=layers(4)),
-    Variant(name="4 staged", handoff=layers(4, push_is_staged=True)),
     Variant(name="8, 32 programs", handoff=layers(8, pack_programs=32)),
     Variant(name="8, 16 programs", handoff=layers(8, pack_programs=16)),
     Variant(name="short, 32", handoff=layers(ALL_LAYERS), lengths=SHORT),
@@ -81,15 +80,15 @@ def settings_of(variant: Variant) -> dict[str, object]:
     return {"transports": ["push"], **variant.handoff}
 
 
-def start_decode(variant: Variant) -> subprocess.Popen[str]:
-    """Starts a decode end on the other GPU."""
+def start_decode(variant: Variant, gpu: str) -> subprocess.Popen[str]:
+    """Starts a decode end on a GPU."""
     settings = json.dumps(settings_of(variant))
     return subprocess.Popen(
         (sys.executable, "-m", "benchmarks.handoff_ends", "decode", "--handoff", settings),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -195,6 +194,7 @@ def main() -> int:
     """Measures what is asked for and writes it down."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", help="names, separated by semicolons; all by default")
+    parser.add_argument("--decode-gpu", default="1")
     parser.add_argument("--seconds", type=float, default=170.0, help="no variant begins later")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_handoff_sweep.json")
     arguments = parser.parse_args()
@@ -206,12 +206,15 @@ def main() -> int:
     failed: list[str] = []
     wanted = None if arguments.variants is None else arguments.variants.split(";")
     variants = [one for one in VARIANTS if wanted is None or one.name in wanted]
+    gpu: str = arguments.decode_gpu
+    # Their memory must fit beside an engine's.
+    num_starting = 1 if gpu == "0" else NUM_STARTING
     waiting = deque(variants)
     started: deque[tuple[Variant, subprocess.Popen[str]]] = deque()
     while waiting or started:
-        while waiting and len(started) < NUM_STARTING:
+        while waiting and len(started) < num_starting:
             # One takes longer to start than another to be measured.
-            started.append((waiting[0], start_decode(waiting.popleft())))
+            started.append((waiting[0], start_decode(waiting.popleft(), gpu)))
         variant, decode = started.popleft()
         if time.perf_counter() - started_s > arguments.seconds:
             failed.append(f"{variant.name}: no time")

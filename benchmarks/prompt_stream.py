@@ -116,7 +116,8 @@ class PromptStream:
         orders = self._make_orders(index, self.table_of(index), step)
         for one in orders:
             self._shipments.add(one.reservation_id, one.frame_index, step)
-        self._queue += orders
+        # As `FrameOutbox` has them: the first layers of all tokens are computed first.
+        self._queue += sorted(orders, key=lambda one: one.region.layers.start if step else 0)
         self._take_orders(self._queue)
 
     def _give_way(self) -> None:

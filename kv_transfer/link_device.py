@@ -90,10 +90,6 @@ class Lane(Protocol):
         """Writes a frame in device memory to a region of the rank's blocks, all different."""
         ...
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copies device memory, to a peer's too."""
-        ...
-
     def add_up(self, frame: Tensor) -> FrameSum:
         """Computes a frame's checksum."""
         ...

@@ -11,6 +11,9 @@ from pdserve.request import ReservationId
 class FrameOutbox:
     """Keeps `PushFrame` actions in order, apart for each link: a slow one delays no other.
 
+    Frames of a step in flight go in the order in which it computes them: the first layers of all
+    its prompts, then the next ones. A link sends what it was given in that order.
+
     Packing is left to the last moment, so that only what is about to be sent takes memory.
     """
 
@@ -23,8 +26,12 @@ class FrameOutbox:
         return sum(len(queue) for queue in self._queues.values())
 
     def add(self, action: PushFrame) -> None:
-        """Appends a frame."""
-        self._queues.setdefault(_ends_of(action), deque()).append(action)
+        """Adds a frame behind those that are there no later."""
+        queue = self._queues.setdefault(_ends_of(action), deque())
+        place = len(queue)
+        while place and _turn_of(queue[place - 1]) > _turn_of(action):
+            place -= 1
+        queue.insert(place, action)
 
     def drop(self, reservation_id: ReservationId) -> None:
         """Forgets the frames of a reservation; call it before their blocks are released."""
@@ -47,6 +54,11 @@ class FrameOutbox:
             self._queues[ends] = queue
         else:
             self._queues.pop(ends, None)
+
+
+def _turn_of(action: PushFrame) -> tuple[int, int]:
+    """Orders frames by when they are computed; those that are there come first."""
+    return (0, 0) if action.after_step is None else (action.after_step, action.frame.first_layer)
 
 
 def _ends_of(action: PushFrame) -> LinkEnds:

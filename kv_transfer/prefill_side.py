@@ -89,21 +89,6 @@ class PrefillHandoff:
         return self.is_done and self._num_open_calls == 0
 
     @property
-    def is_held(self) -> bool:
-        """True while computed KV waits for a decode worker."""
-        return self.stage is PrefillStage.UNPLACED and bool(self._tokens)
-
-    @property
-    def has_token(self) -> bool:
-        """True once the first token was sampled."""
-        return bool(self._tokens)
-
-    @property
-    def target(self) -> DecodeTarget | None:
-        """The decode worker it is placed on."""
-        return self._target
-
-    @property
     def reservation_id(self) -> ReservationId | None:
         """The reservation it holds on decode."""
         return None if self._shipment is None else self._shipment.reservation_id

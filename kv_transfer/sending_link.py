@@ -15,7 +15,6 @@ from kv_transfer.links import PREFILL_MEMBER, Link
 from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
 from kv_transfer.outgoing_routes import NcclRoute, OutRoute, Packer, PushRoute
 from kv_transfer.protocol import SampledAhead
-from kv_transfer.staged_push import StagedPushRoute
 from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
 from kv_transfer.transport_choice import GLOO, NCCL, PUSH, LinkSite
 from pdserve.config.worker import HandoffConfig
@@ -268,13 +267,7 @@ class SendingLink:
         num_bytes = welcome.num_slots * welcome.slot_bytes
         if welcome.transport == PUSH:
             ring = self._device.open_memory(welcome.ring_handle, num_bytes)
-            if not self._config.push_is_staged:
-                return PushRoute(self._device, ring, welcome.num_slots)
-            try:
-                return StagedPushRoute(self._device, ring, welcome.num_slots)
-            except DeviceFault:
-                ring.close()
-                raise
+            return PushRoute(self._device, ring, welcome.num_slots)
         assert welcome.transport == NCCL
         end = self._device.join_nccl(
             welcome.nccl_id,

@@ -26,11 +26,9 @@ from kv_transfer.protocol import (
     DecodeTarget,
     FirstToken,
     Identity,
-    LinkEndpoint,
     Refusal,
 )
 from kv_transfer.shipping import ShipFrame, Shipper, region_of
-from kv_transfer.transport import LinkPeer
 from pdserve.cache.kv_marks import KvMarks
 from pdserve.config.model import KvGeometry
 from pdserve.config.worker import FaultConfig, HandoffConfig
@@ -42,7 +40,7 @@ from pdserve.rank.sample_updates import send_to_samples
 from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
-from prefill_worker.peer_answers import commit_answer, reserve_answer
+from prefill_worker.decode_peers import commit_answer, peer_of, reserve_answer
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.shipments import Shipments
 from prefill_worker.totals import HandoffTotals
@@ -169,8 +167,10 @@ class HandoffDesk:
             request_id = part.request.request_id
             handoff = self._open[request_id].handoff
             if part.start == self._scheduler.num_cached_tokens(request_id):
-                self._run(handoff, handoff.computed(part.start))
-            self._run(handoff, handoff.launched(part.end, step))
+                self._carry_out(handoff, handoff.computed(part.start))
+            self._carry_out(handoff, handoff.launched(part.end, step))
+        # All at once: the first layers of all prompts come before the last ones of any.
+        self._push_frames()
 
     def computed(self, request_id: RequestId, num_tokens: int) -> None:
         """Passes on progress; frames that became whole go out."""
@@ -251,6 +251,10 @@ class HandoffDesk:
                 pass  # an abort: the lease covers a lost one
 
     def _run(self, handoff: PrefillHandoff, actions: Sequence[PrefillAction]) -> None:
+        self._carry_out(handoff, actions)
+        self._push_frames()
+
+    def _carry_out(self, handoff: PrefillHandoff, actions: Sequence[PrefillAction]) -> None:
         for action in actions:
             match action:
                 case SendReserve() | SendCommit() | SendRenew():
@@ -270,7 +274,6 @@ class HandoffDesk:
                     self._report_returned(handoff, action)
                 case ReleaseBlocks():
                     self._release(handoff)
-        self._push_frames()
 
     def _call(self, handoff: PrefillHandoff, action: SendReserve | SendCommit | SendRenew) -> None:
         call = rank_pb2.PeerCall(address=action.target.address, timeout_s=action.timeout_s)
@@ -302,7 +305,7 @@ class HandoffDesk:
     def _open_links(self, handoff: PrefillHandoff) -> None:
         """Making a link takes 10-400 ms on a busy machine: do it beside the prefill."""
         for link in handoff.links:
-            peer = _peer_of(link.target, link.endpoint, link.decode_rank)
+            peer = peer_of(link.target, link.endpoint, link.decode_rank)
             self._shipper.open(link.prefill_rank, peer)
 
     def _push_frames(self) -> None:
@@ -315,7 +318,7 @@ class HandoffDesk:
         table = self._scheduler.block_table(request.request_id, request.attempt)
         order = ShipFrame(
             prefill_rank=frame.prefill_rank,
-            peer=_peer_of(action.target, action.endpoint, frame.decode_rank),
+            peer=peer_of(action.target, action.endpoint, frame.decode_rank),
             reservation_id=action.reservation_id,
             frame_index=frame.index,
             region=region_of(frame, table, self._geometry.block_size),
@@ -386,12 +389,3 @@ class HandoffDesk:
     def close(self) -> None:
         """Closes every link."""
         self._shipper.close()
-
-
-def _peer_of(target: DecodeTarget, endpoint: LinkEndpoint, rank: int) -> LinkPeer:
-    return LinkPeer(
-        worker_id=target.worker_id,
-        incarnation=target.incarnation,
-        endpoint=endpoint,
-        rank=rank,
-    )

@@ -136,6 +136,5 @@ def link_memory_bytes(handoff: HandoffConfig, geometry: KvGeometry, rank: int, r
     if role is Role.DECODE:
         per_link += handoff.ring_slots * slot_bytes if has_nccl or has_push else 0
     else:
-        is_staged = has_nccl or (has_push and handoff.push_is_staged)
-        per_link += NUM_STAGED * slot_bytes if is_staged else 0
+        per_link += NUM_STAGED * slot_bytes if has_nccl else 0
     return handoff.max_device_links * per_link + (NCCL_BYTES if has_nccl else 0)

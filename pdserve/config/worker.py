@@ -37,11 +37,9 @@ class HandoffConfig:
     """Links of one rank that hold GPU memory; the least recently used one makes room."""
     nccl_max_ctas: int = 16
     """Thread blocks that one NCCL transfer may occupy."""
-    push_is_staged: bool = False
-    """A push gathers a frame in own memory and lets a copy engine take it to the peer; False: one
-    kernel gathers into the peer's memory."""
     pack_programs: int | None = None
-    """Thread blocks that packing a frame may occupy; None: one for each multiprocessor."""
+    """Thread blocks that packing or unpacking a frame may occupy, beside steps as without them;
+    None: one for each multiprocessor."""
     lease_s: float = 10.0
     """A reservation, or KV held for one, outlives its peer by this long."""
     look_ahead: int = 4
@@ -81,6 +79,7 @@ class HandoffConfig:
             ("max_device_links", self.max_device_links),
             ("nccl_max_ctas", self.nccl_max_ctas),
             ("layered_from_tokens", self.layered_from_tokens),
+            ("pack_programs", 1 if self.pack_programs is None else self.pack_programs),
         ):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -126,12 +126,6 @@ class TrafficLane:
             self._last = None
             frame.copy_(packed, non_blocking=True)
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copies device memory, to a peer's too; no kernel does it."""
-        self._last = None
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
     def add_up(self, frame: Tensor) -> FrameSums:
         """Computes a frame's checksum."""
         self._last = None

@@ -49,7 +49,6 @@ def pair() -> Iterator[Pair]:
 
 WAYS = {
     "push": config_of("push"),
-    "staged push": replace(config_of("push"), push_is_staged=True),
     "nccl": config_of("nccl"),
     "gloo": config_of("gloo"),
 }
@@ -60,7 +59,7 @@ def config(request: pytest.FixtureRequest) -> HandoffConfig:
     return WAYS[request.param]
 
 
-@pytest.fixture(params=["push", "staged push", "nccl"])
+@pytest.fixture(params=["push", "nccl"])
 def device_config(request: pytest.FixtureRequest) -> HandoffConfig:
     return WAYS[request.param]
 

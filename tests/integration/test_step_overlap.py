@@ -82,6 +82,28 @@ def test_frames_go_out_as_their_step_is_launched_and_land_before_it_has_ended(
     assert pair.decode.describe().counters.handoffs_completed == 1
 
 
+def test_the_first_layers_of_all_prompts_of_a_step_go_before_the_last_of_any(
+    folder: Path,
+) -> None:
+    pair = EnginePair(folder, is_marked=True, handoff=LAYERED, max_num_batched_tokens=128)
+    for number in range(6):
+        prompt = tuple(range(3 + 20 * number, 67 + 20 * number))
+        pair.submit(make_request(f"r{number}", prompt))
+    pair.prefill.step()
+    pair.exchange()
+    assert pair.prefill.awaited is not None
+    pair.prefill.awaited.wait()
+    assert pair.prefill.step()
+    pair.prefill_log.clear()
+    pair.prefill.step()
+    pushes = [entry for entry in pair.prefill_log if entry.startswith("push")]
+    assert pushes == [f"push {index}" for index in (0, 2, 0, 2, 1, 3, 1, 3)]
+    for _ in range(60):
+        pair.turn()
+    assert pair.decode.describe().counters.handoffs_completed == 6
+    pair.assert_ledger()
+
+
 def test_a_cached_prefix_waits_for_no_step(folder: Path) -> None:
     pair = EnginePair(folder, is_marked=True, handoff=LAYERED, decode_blocks=16)
     first = make_request("a", tuple(range(3, 83)), sampling=SamplingParams(max_tokens=1))

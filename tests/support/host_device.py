@@ -137,9 +137,6 @@ class HostLane:
         self._launch(lambda: self._kv.scatter(region, frame))
         return self.add_up(frame) if has_sum else None
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        self._launch(lambda: target.copy_(source))
-
     def add_up(self, frame: Tensor) -> HostSum:
         total = HostSum()
         self._launch(lambda: total.add_up(frame))

@@ -48,3 +48,21 @@ def test_dropping_a_reservation_leaves_the_others() -> None:
     assert action is not None
     assert action.reservation_id == b"b"
     assert len(outbox) == 0
+
+
+def test_frames_of_a_step_in_flight_go_in_the_order_in_which_it_computes_them() -> None:
+    first, last = (replace(MANIFEST.frames[0], first_layer=layer, index=layer) for layer in (0, 8))
+    outbox = FrameOutbox()
+    for step, reservation in ((4, b"a"), (4, b"b"), (3, b"c")):
+        for frame in (first, last):
+            action = replace(push(1, 0, reservation), frame=frame, after_step=step)
+            outbox.add(action)
+    outbox.add(push(1, 1, b"d"))
+    order = []
+    while (taken := outbox.take(lambda ends: True)) is not None:
+        order.append((taken.reservation_id, taken.frame.first_layer))
+    assert order == [
+        (b"d", 0),
+        *((b"c", layer) for layer in (0, 8)),
+        *((name, layer) for layer in (0, 8) for name in (b"a", b"b")),
+    ]

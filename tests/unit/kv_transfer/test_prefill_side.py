@@ -306,7 +306,7 @@ def test_another_placement_sends_everything_again_and_computes_nothing(
 ) -> None:
     commit(handoff)
     handoff.commit_answered(target(), HandoffAborted(detail="preempted"))
-    assert handoff.is_held
+    assert handoff.stage is PrefillStage.UNPLACED
     (ask,) = handoff.place(target(2))
     assert isinstance(ask, SendReserve)
     actions = handoff.reserve_answered(target(2), grant(2))

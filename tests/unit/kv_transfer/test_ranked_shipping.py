@@ -18,12 +18,13 @@ from kv_transfer.memory_links import MemoryHub, MemoryReceiver, MemorySender
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.ranked_shipping import RankedShipper, RankedUnloader
 from kv_transfer.shipping import RankShipper, RankUnloader, ShipFrame, UnloadFrame
-from kv_transfer.transport import LinkPeer
+from kv_transfer.transport import LinkPeer, OutgoingFrame
 from pdserve.cache.kv_region import KvRegion
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.model import KvGeometry
 from pdserve.request import BlockId, Incarnation, ReservationId, WorkerId
 from pdserve.rpc.v1 import rank_pb2
+from tests.support.host_device import HostDevice, HostMark, Network, Switches
 from tests.support.kv import fill
 
 GEOMETRY = KvGeometry(
@@ -208,3 +209,40 @@ def test_two_followers_move_a_frame_as_they_are_told() -> None:
     assert torch.equal(target.pack(region), source.pack(region))
     prefill.handle(rank_pb2.ToFollower(step=rank_pb2.StepWork()))
     assert len(steps) == 1
+
+
+class OwnMarks:
+    """A rank's marks in its own steps; it has forgotten those before the fourth."""
+
+    newest = 5
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def find(self, step: int, end_layer: int) -> HostMark | None:
+        self.asked.append((step, end_layer))
+        return HostMark(Switches()) if step >= 4 else None
+
+
+class KeptFrames:
+    def __init__(self) -> None:
+        self.frames: list[OutgoingFrame] = []
+
+    def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
+        self.frames.append(frame)
+
+
+def test_each_rank_lets_its_frames_wait_for_its_own_part_of_a_step() -> None:
+    part = GEOMETRY.parts[1]
+    kv, links, marks = KvTensors(GEOMETRY, 4, part), KeptFrames(), OwnMarks()
+    device = HostDevice(kv, Network(), uuid="gpu 1")
+    shipper = RankShipper(kv, links, device, marks)  # type: ignore[arg-type]  # it only pushes
+    desk = FollowerDesk(
+        rank=1, compute=lambda work: None, tell=lambda message: None, shipper=shipper
+    )
+    ship = replace(order(0), region=replace(REGION, layers=range(1), dtype="float32"))
+    for index, step in enumerate((5, 3, None)):
+        one = replace(ship, frame_index=index, after_step=step)
+        desk.handle(rank_pb2.ToFollower(ship=ship_to_wire(one)))
+    assert marks.asked == [(5, 1), (3, 1)]
+    assert [frame.after is not None for frame in links.frames] == [True, False, False]

@@ -1,7 +1,16 @@
-"""What decode workers answer to calls, as the hand-off takes it."""
+"""Decode workers as a prefill rank sees them: what they answer, and where their links are."""
 
 from kv_transfer import codec
-from kv_transfer.protocol import Acknowledged, CallFailed, Grant, HandoffAborted, Refusal
+from kv_transfer.protocol import (
+    Acknowledged,
+    CallFailed,
+    DecodeTarget,
+    Grant,
+    HandoffAborted,
+    LinkEndpoint,
+    Refusal,
+)
+from kv_transfer.transport import LinkPeer
 from pdserve.rpc.v1 import rank_pb2
 
 
@@ -23,3 +32,13 @@ def commit_answer(reply: rank_pb2.PeerReply) -> Acknowledged | HandoffAborted | 
         return codec.commit_answer_from_wire(reply.commit)
     except ValueError as error:
         return CallFailed(detail=str(error))
+
+
+def peer_of(target: DecodeTarget, endpoint: LinkEndpoint, rank: int) -> LinkPeer:
+    """Returns a rank of a decode worker as links see it."""
+    return LinkPeer(
+        worker_id=target.worker_id,
+        incarnation=target.incarnation,
+        endpoint=endpoint,
+        rank=rank,
+    )
