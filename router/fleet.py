@@ -252,7 +252,7 @@ class Fleet:
         """Of sequences that this front sent to decode: how many, the tokens they will probably
         hold, and the blocks that they may grow to."""
         self.link_until_s = zeros()
-        """Until when the hand-offs that were planned keep a worker's link."""
+        """When a worker's link will have moved the hand-offs that were planned, one after another."""
         self.last_pick = zeros()
         self.others_queue = terms()
         """Of other fronts' prompts."""

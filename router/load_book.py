@@ -74,11 +74,16 @@ class LoadBook:
         self.fleet.note_load(row)
         self.fleet.note_pick(row)
 
-    def charge_link(self, worker: WorkerKey, until_s: float | None) -> None:
-        """Keeps a worker's link for a hand-off; None: nobody knows for how long."""
+    def charge_link(self, worker: WorkerKey, transfer_s: float | None) -> None:
+        """Adds a hand-off to what a worker's link has to move; None: nobody knows how long it is.
+
+        It counts from now on and not from when the prompt is computed: until then the link is free
+        for others.
+        """
         row = self.fleet.row_of(worker)
-        if row is not None and until_s is not None:
-            self.fleet.link_until_s[row] = max(self.fleet.link_until_s[row], until_s)
+        if row is not None and transfer_s is not None:
+            begin_s = max(self.fleet.link_until_s[row], self._clock.now())
+            self.fleet.link_until_s[row] = begin_s + transfer_s
 
     def finish_prefill(self, request_id: RequestId, worker: WorkerKey) -> None:
         """Takes a prompt off its worker's queue: it is computed, or will not be."""

@@ -130,7 +130,7 @@ class InProcessPlacer:
         self._book.charge_prefill(query.request_id, computes, terms)
         if choice.prefill is not None:
             self.note_cached(choice.prefill, query.granules)
-            self._book.charge_link(choice.prefill, choice.link_until_s)
+            self._book.charge_link(choice.prefill, choice.transfer_s)
         self._charge_decode(query, demand, choice)
         return choice
 
@@ -186,7 +186,7 @@ class InProcessPlacer:
             follower = DecodeCharge(num_seqs=1, kv_tokens=half, blocks=growth_blocks)
             self._book.charge_decode(request_id, decode, follower)
         self.note_cached(decode, query.granules)
-        self._book.charge_link(decode, choice.link_until_s)
+        self._book.charge_link(decode, choice.transfer_s)
 
     def _demand(self, query: PlaceQuery) -> Demand:
         rows, tokens = [], []

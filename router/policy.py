@@ -91,8 +91,8 @@ class Choice:
     """The prefix hit expected where the prompt is computed."""
     cached_blocks: int
     table: CandidateTable
-    link_until_s: float | None = None
-    """Until when the hand-off keeps both links; None while nothing is predicted."""
+    transfer_s: float | None = None
+    """How long the hand-off takes both links; None while nothing is predicted."""
 
     @property
     def expected(self) -> Candidate:
@@ -264,7 +264,7 @@ class JointPolicy:
                 terms=np.array([way.terms for way in best]),
                 pairs=pairs,
             ),
-            link_until_s=now_s + first.landed if laws.is_fitted else None,
+            transfer_s=first.transfer if laws.is_fitted else None,
         )
 
 

@@ -54,8 +54,8 @@ class Way:
     """Row of the worker that computes the prompt."""
     decodes: int
     """Row of the one that decodes; the same for the local path."""
-    landed: float
-    """When the hand-off will be through, from now."""
+    transfer: float
+    """How long the hand-off takes both links."""
     terms: tuple[float, ...]
     """In the order of TERMS."""
 
@@ -122,16 +122,16 @@ def pair_ways(
             # Sequences end while the prompt is computed and handed off.
             cost = max(wait, landed) + step
             rank = cost + base + (MISSED_WEIGHT * missed + other_tie)
-            ways.append((rank, landed, cost, sender, receiver))
+            ways.append((rank, landed, cost, sender, receiver, transfer))
     ways.sort(key=itemgetter(0))
     found = []
-    for rank, landed, cost, sender, receiver in ways[:SHORT_LIST]:
+    for rank, landed, cost, sender, receiver, transfer in ways[:SHORT_LIST]:
         row, queue, time, *_ = sender
         other, _, step, wait, missed, *_ = receiver
         ready = queue + time
         left = max(wait - landed, 0.0)
         terms = (queue, time, landed - ready, left, step, 0.0, ready, cost, missed)
-        found.append(Way(rank, row, other, landed, terms))
+        found.append(Way(rank, row, other, transfer, terms))
     return found
 
 

@@ -55,6 +55,7 @@ class Cluster:
             make_policy=make_policy,
             max_local_tokens=shape.max_local_tokens,
         )
+        self._brain.caches.has_work = lambda: bool(self._journeys)
         self._admission = Admission(shape.max_queued, shape.max_in_flight)
         self._handoffs = Handoffs(shape.prefill, shape.control_s, self.queue, self)
         self._prefills: dict[WorkerKey, PrefillNode] = {}
@@ -71,11 +72,12 @@ class Cluster:
         """Starts a worker, which takes requests at once."""
         key = WorkerKey(worker_id, Incarnation(next(self._incarnations)))
         profile = self.shape.prefill if role is Role.PREFILL else self.shape.decode
+        granules = self._brain.join(key, role, profile)
         if role is Role.PREFILL:
-            prefill = make_prefill_scheduler(self.shape, self.queue, self._chain_of)
+            prefill = make_prefill_scheduler(self.shape, self.queue, self._chain_of, granules)
             self._prefills[key] = PrefillNode(key, prefill, Pace(profile), self.queue, self)
         else:
-            decode = make_decode_scheduler(self.shape, self.queue, self._chain_of)
+            decode = make_decode_scheduler(self.shape, self.queue, self._chain_of, granules)
             self._decodes[key] = DecodeNode(
                 key,
                 decode,
@@ -85,7 +87,6 @@ class Cluster:
                 self._token_of,
                 skips_steps=self.shape.skips_steps,
             )
-        self._brain.join(key, role, profile)
         return key
 
     @property
@@ -164,6 +165,7 @@ class Cluster:
             return
         journey.is_admitted = True
         self._journeys[request.request_id] = journey
+        self._brain.caches.wake()
         self.queue.after(self.shape.router_s, lambda: self._place(journey))
 
     def _place(self, journey: Journey) -> None:
