@@ -57,7 +57,7 @@ class LoadBook:
         self._charge(request_id, worker).prefill = terms
         queue = self._queues.setdefault(worker, OrderedDict())
         queue[request_id] = terms
-        self.fleet.queue[:, row] += terms
+        self.fleet.add_prompt(row, terms)
         if len(queue) == 1:
             self._start_head(row, queue)
         self.fleet.note_load(row)
@@ -82,8 +82,7 @@ class LoadBook:
         """
         row = self.fleet.row_of(worker)
         if row is not None and transfer_s is not None:
-            begin_s = max(self.fleet.link_until_s[row], self._clock.now())
-            self.fleet.link_until_s[row] = begin_s + transfer_s
+            self.fleet.add_to_link(row, transfer_s, self._clock.now())
 
     def finish_prefill(self, request_id: RequestId, worker: WorkerKey) -> None:
         """Takes a prompt off its worker's queue: it is computed, or will not be."""
@@ -99,9 +98,9 @@ class LoadBook:
         if row is None:
             return
         # Terms are multiples of a half: nothing is left behind when all of them are taken away.
-        self.fleet.queue[:, row] -= terms
+        self.fleet.add_prompt(row, terms, -1)
         if not queue:
-            self.fleet.head[:, row] = 0.0
+            self.fleet.set_head(row, (0.0, 0.0, 0.0), 0.0)
         elif was_head:
             self._start_head(row, queue)
         self.on_room()
@@ -127,8 +126,7 @@ class LoadBook:
         return self._charges.setdefault(request_id, {}).setdefault(worker, _Charge())
 
     def _start_head(self, row: int, queue: OrderedDict[RequestId, Terms]) -> None:
-        self.fleet.head[:, row] = next(iter(queue.values()))
-        self.fleet.head_since_s[row] = self._clock.now()
+        self.fleet.set_head(row, next(iter(queue.values())), self._clock.now())
 
     def _release_decode(self, request_id: RequestId, worker: WorkerKey) -> None:
         charge = self._charges.get(request_id, {}).get(worker)
@@ -140,10 +138,9 @@ class LoadBook:
         charge.decode = None
 
     def _add_decode(self, row: int, charge: DecodeCharge, sign: int) -> None:
-        fleet = self.fleet
-        fleet.num_seqs[row] += sign * charge.num_seqs
-        fleet.kv_tokens[row] += sign * charge.kv_tokens
-        fleet.blocks[row] += sign * charge.blocks
+        self.fleet.add_sequences(
+            row, sign * charge.num_seqs, sign * charge.kv_tokens, sign * charge.blocks
+        )
 
 
 def _do_nothing() -> None:

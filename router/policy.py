@@ -13,8 +13,7 @@ longer than the prefix is worth: seconds, or KV blocks while the predictor is no
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,29 +21,21 @@ import numpy as np
 from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
 from router.candidates import Candidate, CandidateTable, Path
-from router.cost import (
-    Laws,
-    LawTable,
-    decode_load,
-    prefill_cost,
-    queue_cost,
-    room_wait_s,
-    step_cost,
-)
-from router.fleet import BoolArray, Fleet, FloatArray, IntArray
+from router.cost import Laws, LawTable, prefill_cost, share_to_free, stall_of
+from router.fleet import Fleet, FloatArray, IntArray
+from router.scores import Cached, Scores, decode_load
 from router.ways import (
     MISSED_WEIGHT,
-    SHORT_LIST,
-    DecodeSide,
-    PromptSide,
+    Receiver,
+    Sender,
     Way,
-    local_ways,
+    best_ways,
+    local_way,
     pair_ways,
+    shorten,
 )
 from router.worker_key import WorkerKey as WorkerKey
 
-_TIE = 1e-6
-"""Costs that differ by less are equal."""
 _NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
@@ -126,125 +117,241 @@ class JointPolicy:
     def __init__(self, fleet: Fleet, table: LawTable) -> None:
         """Reads both, writes none."""
         self._fleet = fleet
-        self._table = table
+        self._scores = Scores(fleet, table)
 
     def choose(self, demand: Demand, now_s: float) -> Choice:
         """Chooses by the least cost over both paths, see `Policy`."""
-        fleet, laws = self._fleet, self._table.laws(now_s)
-        cached, tie = self._cached(demand), self._tie()
-        queue = queue_cost(fleet, laws, now_s)
-        side = self._decode_side(demand, cached, tie, now_s)
-        ways: list[Way] = []
-        slo_s = math.inf
-        if demand.ttft_slo_s is not None and laws.is_fitted:
-            slo_s = demand.ttft_slo_s
-        local = _local_side(side, queue, demand, laws)
-        if local is not None:
-            ways += local_ways(fleet, laws, local, queue, demand.num_tokens, slo_s)
+        asked = self._ask(demand, now_s)
+        far_own = self._decode_bound(asked)
+        far = self._receivers(asked, far_own)
+        ways = self._local_ways(asked, far, far_own)
         # In blocks the two paths cannot be compared: a short rest stays where it is cached.
-        if demand.has_prefill_pool and (laws.is_fitted or not ways):
-            usable = fleet.usable(Role.PREFILL, demand.excluded, now_s)
-            if usable.any():
-                uncached = np.maximum(demand.num_tokens - cached, 1.0)
-                time = prefill_cost(laws, uncached, cached)
-                own = queue + time
-                own += tie
-                own[~usable] = np.inf
-                prompt = PromptSide(own=own, queue=queue, time=time, uncached=uncached, tie=tie)
-                ways += self._pairs(prompt, side, laws, now_s, slo_s)
+        if demand.has_prefill_pool and (asked.laws.is_fitted or not ways):
+            near_own = self._prompt_bound(asked)
+            near = self._senders(asked, near_own)
+            if near:
+                ways += self._pairs(asked, near, near_own, far, far_own)
             elif not ways:
                 raise NoWorker("no prefill worker is available")
         if not ways:
             raise NoWorker("no prefill worker has a compatible decode worker")
-        return self._pick(ways, cached, laws, now_s)
+        return self._pick(ways, asked)
 
     def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
         """Chooses by what is left: the hand-off, the wait for room, the step."""
-        fleet, laws = self._fleet, self._table.laws(now_s)
+        fleet = self._fleet
         row = fleet.row_of(prefill)
         if row is None:
             raise NoWorker(f"worker {prefill.worker_id} is gone")
-        cached, tie = self._cached(demand), self._tie()
-        side = self._decode_side(demand, cached, tie, now_s, fleet.group == fleet.group[row])
-        none = np.zeros(fleet.capacity)
-        own = np.full(fleet.capacity, np.inf)
-        own[row] = 0.0
-        computed = PromptSide(own=own, queue=none, time=none, uncached=none + 1.0, tie=none)
-        return self._pick(pair_ways(fleet, laws, computed, side, now_s), cached, laws, now_s)
+        asked = self._ask(demand, now_s)
+        own = self._decode_bound(asked)
+        own[fleet.group != fleet.group[row]] = np.inf
+        far = self._receivers(asked, own)
+        one = self._scores.standing(row)
+        computed = Sender(
+            row=row,
+            queue=0.0,
+            time=0.0,
+            stall=0.0,
+            num_chunks=1.0,
+            extra=0.0,
+            fixed=one.transfer_fixed,
+            per_byte=one.transfer_per_byte,
+            link_until_s=one.link_until_s,
+        )
+        ways = pair_ways([computed], far, now_s, is_fitted=asked.laws.is_fitted)
+        return self._pick(ways, asked)
 
-    def _decode_side(
-        self,
-        demand: Demand,
-        cached: FloatArray,
-        tie: FloatArray,
-        now_s: float,
-        is_of_group: BoolArray | None = None,
-    ) -> DecodeSide:
-        fleet, laws = self._fleet, self._table.laws(now_s)
-        usable = fleet.usable(Role.DECODE, demand.excluded, now_s)
-        if is_of_group is not None:
-            usable &= is_of_group
-        if not usable.any():
-            raise NoWorker("no decode worker is available")
-        usable &= self._that_fit(usable, demand)
-        uncached = demand.num_tokens - cached
-        seqs, kv_tokens = load = decode_load(fleet, laws)
-        added = demand.num_kv_tokens if laws.is_fitted else uncached
-        step = step_cost(laws, seqs + demand.num_samples, kv_tokens + added)
-        own = step + laws.handoff_per_token * uncached
-        own += tie
-        wait = missed = np.zeros(fleet.capacity)
-        if laws.is_fitted:
-            need = (demand.num_samples, demand.num_kv_tokens)
-            wait = room_wait_s(fleet, need, load, step * demand.num_expected_tokens)
-            own += wait
+    def _ask(self, demand: Demand, now_s: float) -> "_Asked":
+        fleet, laws = self._fleet, self._scores.refresh(now_s)
+        tokens = np.minimum(demand.cached_tokens, float(demand.num_tokens))
+        cached = np.zeros(fleet.capacity)
+        cached[demand.cached_rows] = tokens
+        excluded = [fleet.row_of(key) for key in demand.excluded]
+        slo_s = demand.ttft_slo_s if laws.is_fitted else None
+        return _Asked(
+            demand=demand,
+            now_s=now_s,
+            laws=laws,
+            found=(demand.cached_rows, tokens),
+            cached=cached,
+            excluded=[row for row in excluded if row is not None],
+            ttft_slo_s=math.inf if slo_s is None else slo_s,
+        )
+
+    def _prompt_bound(self, asked: "_Asked") -> FloatArray:
+        demand = asked.demand
+        own = self._scores.prompt_bound(asked.laws, demand.num_tokens, asked.found, asked.now_s)
+        own += self._scores.bias[Role.PREFILL]
+        if asked.excluded:
+            own[asked.excluded] = np.inf
+        return own
+
+    def _decode_bound(self, asked: "_Asked") -> FloatArray:
+        demand, laws, scores = asked.demand, asked.laws, self._scores
+        # Without the predictor, blocks that are cached are not to be filled.
+        added = demand.num_kv_tokens if laws.is_fitted else float(demand.num_tokens)
+        load = demand.num_samples, added
+        own = scores.decode_bound(laws, demand.num_tokens, asked.found, load)
+        if not demand.has_prefill_pool and laws.is_fitted:
+            # Whoever decodes computes the prompt as well.
+            own += scores.prompt_bound(laws, demand.num_tokens, asked.found, asked.now_s)
+        own += scores.bias[Role.DECODE]
+        if asked.excluded:
+            own[asked.excluded] = np.inf
+        return own
+
+    def _senders(self, asked: "_Asked", own: FloatArray) -> list[Sender]:
+        """Returns the best few."""
+        fleet = self._fleet
+        rows = shorten(own)
+        if fleet.are_silent(rows, asked.now_s).any():
+            rows = shorten(np.where(fleet.are_silent(slice(None), asked.now_s), np.inf, own))
+        rate = self._scores.rate
+        return [self._send(asked, row, rate) for row in rows.tolist()]
+
+    def _send(self, asked: "_Asked", row: int, rate: float) -> Sender:
+        one = self._scores.standing(row)
+        queue, (uncached, cached) = one.queue(asked.now_s), asked.prompt_at(row)
+        time = prefill_cost(one.prefill, uncached, cached)
+        late = max(queue + time - asked.ttft_slo_s, 0.0)
+        return Sender(
+            row=row,
+            queue=queue,
+            time=time,
+            stall=stall_of(time, queue, rate),
+            num_chunks=float(math.ceil(uncached / one.chunk_tokens)),
+            extra=one.tie + MISSED_WEIGHT * late,
+            fixed=one.transfer_fixed,
+            per_byte=one.transfer_per_byte,
+            link_until_s=one.link_until_s,
+        )
+
+    def _receivers(self, asked: "_Asked", own: FloatArray) -> list[Receiver]:
+        """Returns the best few: by the bound if that says it all of them, else by all that counts.
+
+        Raises:
+            NoWorker: there is none.
+            TooLong: none can ever hold the request.
+        """
+        rows = shorten(own)
+        receivers = [self._receive(asked, row) for row in rows.tolist()]
+        if receivers and not any(one.wait or one.missed for one in receivers):
+            fits = self._fleet.room_tokens[rows] >= asked.max_tokens
+            if fits.all() and not self._fleet.are_silent(rows, asked.now_s).any():
+                return receivers
+        rows = shorten(self._full_cost(asked, own))
+        return [self._receive(asked, row) for row in rows.tolist()]
+
+    def _receive(self, asked: "_Asked", row: int) -> Receiver:
+        demand, one = asked.demand, self._scores.standing(row)
+        uncached = demand.num_tokens - asked.cached.item(row)
+        is_fitted = asked.laws.is_fitted
+        added = demand.num_kv_tokens if is_fitted else uncached
+        step = one.step + one.per_sequence * demand.num_samples + one.per_kv_token * added
+        wait = missed = 0.0
+        if is_fitted:
+            if one.seqs + demand.num_samples > one.room_seqs or (
+                one.kv_tokens + added > one.room_tokens
+            ):
+                load, need = (one.seqs, one.kv_tokens), (demand.num_samples, added)
+                share = share_to_free(load, need, (one.room_seqs, one.room_tokens))
+                wait = float(share) * step * demand.num_expected_tokens
             if demand.tpot_slo_s is not None:
-                missed = np.maximum(step - demand.tpot_slo_s, 0.0)
-                own += MISSED_WEIGHT * missed
-        own[~usable] = np.inf
-        return DecodeSide(
-            own=own, uncached=uncached, seqs=seqs, step=step, wait=wait, missed=missed, tie=tie
+                missed = max(step - demand.tpot_slo_s, 0.0)
+        return Receiver(
+            row=row,
+            num_bytes=uncached * one.kv_bytes_per_token,
+            step=step,
+            wait=wait,
+            missed=missed,
+            extra=one.tie + MISSED_WEIGHT * missed,
+            link_until_s=one.link_until_s,
+        )
+
+    def _full_cost(self, asked: "_Asked", own: FloatArray) -> FloatArray:
+        """Returns all costs, with what bounds leave out; raises as `_receivers`."""
+        fleet, demand, laws = self._fleet, asked.demand, asked.laws
+        own = np.where(fleet.are_silent(slice(None), asked.now_s), np.inf, own)
+        usable = np.flatnonzero(own < np.inf)
+        if not len(usable):
+            raise NoWorker("no decode worker is available")
+        fits = fleet.room_tokens >= asked.max_tokens
+        if not fits[usable].any():
+            raise _too_long(fleet, usable, demand)
+        own[~fits] = np.inf
+        if not laws.is_fitted:
+            return own
+        load = decode_load(fleet, laws)
+        need = demand.num_samples, demand.num_kv_tokens
+        _, per_sequence, per_kv_token = laws.decode
+        step = self._scores.step + laws.spread(per_sequence * need[0] + per_kv_token * need[1])
+        room = fleet.max_num_seqs, fleet.room_tokens
+        own += step * demand.num_expected_tokens * share_to_free(load, need, room)
+        if demand.tpot_slo_s is not None:
+            own += MISSED_WEIGHT * np.maximum(step - demand.tpot_slo_s, 0.0)
+        return own
+
+    def _local_ways(self, asked: "_Asked", far: list[Receiver], own: FloatArray) -> list[Way]:
+        """Returns the ways of those that may compute the prompt, or its rest, and decode."""
+        demand = asked.demand
+        if demand.has_prefill_pool and not demand.max_local_tokens:
+            return []
+        if demand.has_prefill_pool and demand.num_tokens > demand.max_local_tokens:
+            rows, tokens = asked.found
+            rows = rows[demand.num_tokens - tokens <= demand.max_local_tokens]
+            if not len(rows):
+                return []
+            near = np.full(len(own), np.inf)
+            near[rows] = own[rows]
+            try:
+                far = self._receivers(asked, near)
+            except (NoWorker, TooLong):
+                return []
+        return [
+            self._local_way(asked, one)
+            for one in far
+            if not demand.has_prefill_pool or self._scores.standing(one.row).knows_prefill
+        ]
+
+    def _local_way(self, asked: "_Asked", receiver: Receiver) -> Way:
+        one = self._scores.standing(receiver.row)
+        return local_way(
+            one,
+            receiver,
+            one.queue(asked.now_s),
+            asked.prompt_at(receiver.row),
+            self._scores.rate,
+            asked.ttft_slo_s,
+            is_fitted=asked.laws.is_fitted,
         )
 
     def _pairs(
-        self, prompt: PromptSide, side: DecodeSide, laws: Laws, now_s: float, slo_s: float
+        self,
+        asked: "_Asked",
+        near: list[Sender],
+        near_own: FloatArray,
+        far: list[Receiver],
+        far_own: FloatArray,
     ) -> list[Way]:
-        fleet = self._fleet
+        """Pairs workers of one geometry: the best few of each side, or of each side's geometry."""
+        fleet, now_s, is_fitted = self._fleet, asked.now_s, asked.laws.is_fitted
         if fleet.num_groups == 1:
-            return pair_ways(fleet, laws, prompt, side, now_s, slo_s)
+            return pair_ways(near, far, now_s, is_fitted=is_fitted)
         ways: list[Way] = []
         for group in range(fleet.num_groups):
             others = fleet.group != group
-            near = replace(prompt, own=np.where(others, np.inf, prompt.own))
-            far = replace(side, own=np.where(others, np.inf, side.own))
-            ways += pair_ways(fleet, laws, near, far, now_s, slo_s)
+            near = self._senders(asked, np.where(others, np.inf, near_own))
+            try:
+                far = self._receivers(asked, np.where(others, np.inf, far_own))
+            except (NoWorker, TooLong):
+                continue
+            ways += pair_ways(near, far, now_s, is_fitted=is_fitted)
         return ways
 
-    def _cached(self, demand: Demand) -> FloatArray:
-        cached = np.zeros(self._fleet.capacity)
-        if len(demand.cached_rows):
-            cached[demand.cached_rows] = np.minimum(demand.cached_tokens, demand.num_tokens)
-        return cached
-
-    def _tie(self) -> FloatArray:
-        """Returns something small that is larger for who was picked later."""
-        tie: FloatArray = self._fleet.last_pick * (_TIE / (self._fleet.num_picks + 1))
-        return tie
-
-    def _that_fit(self, usable: BoolArray, demand: Demand) -> BoolArray:
-        fleet = self._fleet
-        # A worker holds whole blocks, so tokens can be compared instead of blocks.
-        fits: BoolArray = fleet.room_tokens >= demand.num_tokens + demand.num_growth_tokens
-        if not (fits & usable).any():
-            largest = int(fleet.total_blocks[usable].max())
-            size = fleet.block_size[usable].max()
-            need = -(-(demand.num_tokens + demand.num_growth_tokens) // int(size))
-            raise TooLong("prompt", need, f"at most {largest} KV blocks with its output")
-        return fits
-
-    def _pick(self, ways: list[Way], cached: FloatArray, laws: Laws, now_s: float) -> Choice:
+    def _pick(self, ways: list[Way], asked: "_Asked") -> Choice:
         keys = self._fleet.keys
-        best = sorted(ways, key=attrgetter("rank"))[:SHORT_LIST]
+        best = best_ways(ways)
         pairs = tuple(
             [
                 (None if way.computes == way.decodes else keys[way.computes], keys[way.decodes])
@@ -252,7 +359,7 @@ class JointPolicy:
             ]
         )
         first, (prefill, decode) = best[0], pairs[0]
-        num_cached = int(cached[first.computes])
+        num_cached = int(asked.cached[first.computes])
         return Choice(
             prefill=prefill,
             decode=decode,
@@ -260,22 +367,40 @@ class JointPolicy:
             cached_tokens=num_cached,
             cached_blocks=int(num_cached // self._fleet.block_size[first.computes]),
             table=CandidateTable(
-                is_in_seconds=laws.is_fitted,
+                is_in_seconds=asked.laws.is_fitted,
                 terms=np.array([way.terms for way in best]),
                 pairs=pairs,
             ),
-            transfer_s=first.transfer if laws.is_fitted else None,
+            transfer_s=first.transfer if asked.laws.is_fitted else None,
         )
 
 
-def _local_side(
-    side: DecodeSide, queue: FloatArray, demand: Demand, laws: Laws
-) -> DecodeSide | None:
-    """Returns who may compute the whole prompt, or its rest, and decode; None: nobody."""
-    if not demand.has_prefill_pool:
-        return replace(side, own=side.own + queue) if laws.is_fitted else side
-    if not demand.max_local_tokens:
-        return None
-    is_near = (side.uncached <= demand.max_local_tokens) & laws.knows_prefill
-    own = np.where(is_near, side.own, np.inf)
-    return replace(side, own=own) if own.min() < np.inf else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """One choice to be made."""
+
+    demand: Demand
+    now_s: float
+    laws: Laws
+    found: Cached
+    cached: FloatArray
+    """The tokens of the prompt that each row has."""
+    excluded: list[int]
+    ttft_slo_s: float
+
+    @property
+    def max_tokens(self) -> int:
+        """That it may come to hold; workers hold whole blocks, so tokens can be compared."""
+        return self.demand.num_tokens + self.demand.num_growth_tokens
+
+    def prompt_at(self, row: int) -> tuple[float, float]:
+        """Returns the tokens to be computed by a worker, and those that it has cached."""
+        cached = self.cached.item(row)
+        return max(self.demand.num_tokens - cached, 1.0), cached
+
+
+def _too_long(fleet: Fleet, rows: IntArray, demand: Demand) -> TooLong:
+    largest = int(fleet.total_blocks[rows].max())
+    size = int(fleet.block_size[rows].max())
+    need = -(-(demand.num_tokens + demand.num_growth_tokens) // size)
+    return TooLong("prompt", need, f"at most {largest} KV blocks with its output")

@@ -1,13 +1,18 @@
-"""What each way of a request would cost: both sides' own terms, then pairs of the best of them."""
+"""What each way of a request would cost: pairs of the best of two sides, and one worker for both.
+
+Some twenty workers are too few for arrays: plain numbers take a third of the time.
+"""
 
 import math
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from router.cost import Laws
-from router.fleet import Fleet, FloatArray, IntArray
+from router.cost import prefill_cost, stall_of
+from router.fleet import FloatArray, IntArray
+from router.scores import Standing
 
 SHORT_LIST = 8
 """So many of each side are looked at jointly, and so many ways are kept to explain the choice."""
@@ -15,37 +20,39 @@ MISSED_WEIGHT = 1e9
 """Puts a missed time per token above any cost."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptSide:
-    """Who may compute the prompt; arrays of one entry a row."""
+class Sender(NamedTuple):
+    """Who may compute the prompt."""
 
-    own: FloatArray
-    """What they are shortened by; infinite where a worker is not to be had."""
-    queue: FloatArray
-    time: FloatArray
+    row: int
+    queue: float
+    time: float
     """Of computing the prompt."""
-    uncached: FloatArray
-    tie: FloatArray
+    stall: float
+    """What those lose that come behind it."""
+    num_chunks: float
+    extra: float
+    """What counts besides the cost."""
+    fixed: float
+    per_byte: float
+    link_until_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeSide:
-    """Who may decode; arrays of one entry a row."""
+class Receiver(NamedTuple):
+    """Who may decode."""
 
-    own: FloatArray
-    """What they are shortened by; infinite where a worker is not to be had."""
-    uncached: FloatArray
-    seqs: FloatArray
-    """That decode there now."""
-    step: FloatArray
-    wait: FloatArray
-    missed: FloatArray
+    row: int
+    num_bytes: float
+    """To be handed off."""
+    step: float
+    wait: float
+    missed: float
     """By how much the wanted time per token is missed."""
-    tie: FloatArray
+    extra: float
+    """What counts besides the cost."""
+    link_until_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """One way of a request."""
 
     rank: float
@@ -61,9 +68,9 @@ class Way:
 
 
 def shorten(own: FloatArray) -> IntArray:
-    """Returns the rows of the best few of a side; none that is not to be had."""
+    """Returns where the least few of some costs are; none that is infinite."""
     if len(own) > SHORT_LIST:
-        rows = np.argpartition(own, SHORT_LIST)[:SHORT_LIST]
+        rows = own.argpartition(SHORT_LIST)[:SHORT_LIST]
         rows.sort()
     else:
         rows = np.arange(len(own))
@@ -71,107 +78,92 @@ def shorten(own: FloatArray) -> IntArray:
     return best
 
 
+def best_ways(ways: Iterable[Way]) -> list[Way]:
+    """Returns the best few, the best one first."""
+    return sorted(ways, key=attrgetter("rank"))[:SHORT_LIST]
+
+
 def pair_ways(
-    fleet: Fleet,
-    laws: Laws,
-    prompt: PromptSide,
-    decode: DecodeSide,
-    now_s: float,
-    ttft_slo_s: float = math.inf,
+    near: list[Sender], far: list[Receiver], now_s: float, *, is_fitted: bool
 ) -> list[Way]:
-    """Returns the best pairs of the best of two sides: prefill there, decode here."""
-    near, far = shorten(prompt.own), shorten(decode.own)
-    # Sixteen workers are too few for arrays: plain numbers take a third of the time.
-    receivers = list(
-        zip(
-            far.tolist(),
-            (decode.uncached[far] * fleet.kv_bytes_per_token[far]).tolist(),
-            decode.step[far].tolist(),
-            decode.wait[far].tolist(),
-            decode.missed[far].tolist(),
-            decode.tie[far].tolist(),
-            (fleet.link_until_s[far] - now_s).tolist(),
-            strict=True,
-        )
-    )
-    fixed, per_byte = laws.transfer[:, near].tolist()
-    senders = zip(
-        near.tolist(),
-        prompt.queue[near].tolist(),
-        prompt.time[near].tolist(),
-        np.ceil(prompt.uncached[near] / fleet.chunk_tokens[near]).tolist(),
-        prompt.tie[near].tolist(),
-        (fleet.link_until_s[near] - now_s).tolist(),
-        fixed,
-        per_byte,
-        strict=True,
-    )
-    ways = []
-    for sender in senders:
-        _, queue, time, num_chunks, tie, busy_s, fixed_s, byte_s = sender
+    """Returns the best pairs of two sides: prefill there, decode here."""
+    pairs = []
+    for number, sender in enumerate(near):
+        _, queue, time, stall, num_chunks, extra, fixed, per_byte, link_s = sender
         ready = queue + time
         # All chunks but the last travel while later ones are computed.
-        hidden = time - time / num_chunks
-        base = tie + MISSED_WEIGHT * max(ready - ttft_slo_s, 0.0)
-        for receiver in receivers:
-            _, num_bytes, step, wait, missed, other_tie, other_busy_s = receiver
-            transfer = fixed_s + byte_s * num_bytes
-            landed = ready + max(transfer - hidden, transfer / num_chunks)
-            if laws.is_fitted:
-                landed = max(landed, max(busy_s, other_busy_s) + transfer)
+        share = 1.0 / num_chunks
+        hidden = time - time * share
+        base = extra + stall
+        for other, (_, num_bytes, step, wait, _, more, other_link_s) in enumerate(far):
+            transfer = fixed + per_byte * num_bytes
+            # Conditions instead of `max`, which takes longer than all the rest.
+            seen, last = transfer - hidden, transfer * share
+            landed = ready + (seen if seen > last else last)
+            if is_fitted:
+                busy = (link_s if link_s > other_link_s else other_link_s) - now_s + transfer
+                if busy > landed:
+                    landed = busy
             # Sequences end while the prompt is computed and handed off.
-            cost = max(wait, landed) + step
-            rank = cost + base + (MISSED_WEIGHT * missed + other_tie)
-            ways.append((rank, landed, cost, sender, receiver, transfer))
-    ways.sort(key=itemgetter(0))
-    found = []
-    for rank, landed, cost, sender, receiver, transfer in ways[:SHORT_LIST]:
-        row, queue, time, *_ = sender
-        other, _, step, wait, missed, *_ = receiver
-        ready = queue + time
-        left = max(wait - landed, 0.0)
-        terms = (queue, time, landed - ready, left, step, 0.0, ready, cost, missed)
-        found.append(Way(rank, row, other, transfer, terms))
-    return found
+            begin = wait if wait > landed else landed
+            pairs.append((begin + step + base + more, number, other, landed, transfer))
+    pairs.sort()
+    return [
+        _pair(rank, near[number], far[other], landed, transfer)
+        for rank, number, other, landed, transfer in pairs[:SHORT_LIST]
+    ]
 
 
-def local_ways(
-    fleet: Fleet,
-    laws: Laws,
-    decode: DecodeSide,
-    queue: FloatArray,
-    num_tokens: int,
-    ttft_slo_s: float = math.inf,
-) -> list[Way]:
-    """Returns the ways on which a decode worker computes what it has not cached by itself."""
-    rows = shorten(decode.own)
-    workers = zip(
-        rows.tolist(),
-        queue[rows].tolist(),
-        np.maximum(decode.uncached[rows], 1.0).tolist(),
-        fleet.chunk_tokens[rows].tolist(),
-        decode.seqs[rows].tolist(),
-        decode.step[rows].tolist(),
-        decode.wait[rows].tolist(),
-        decode.missed[rows].tolist(),
-        decode.tie[rows].tolist(),
-        *laws.prefill[:, rows].tolist(),
-        strict=True,
+def _pair(rank: float, sender: Sender, receiver: Receiver, landed: float, transfer: float) -> Way:
+    ready = sender.queue + sender.time
+    left = max(receiver.wait - landed, 0.0)
+    terms = (
+        sender.queue,
+        sender.time,
+        landed - ready,
+        left,
+        receiver.step,
+        sender.stall,
+        ready,
+        landed + left + receiver.step + sender.stall,
+        receiver.missed,
     )
-    ways = []
-    for row, queued, uncached, chunk, seqs, step, wait, missed, tie, *law in workers:
-        time = stall = left = first = 0.0
-        if laws.is_fitted:
-            fixed, per_token, per_pair = law
-            time = fixed + uncached * (per_token + per_pair * (num_tokens - uncached / 2))
-            # Each chunk shares its step with those that decode, and holds all of them up.
-            time += math.ceil(uncached / chunk) * step
-            stall = time * seqs / (seqs + 1.0)
-            left = max(wait - queued, 0.0)
-            first = queued + left + time
-        cost = first + stall + step
-        rank = cost + tie + MISSED_WEIGHT * (missed + max(first - ttft_slo_s, 0.0))
-        shown = queued if laws.is_fitted else 0.0
-        terms = (shown, time, 0.0, left, step, stall, first, cost, missed)
-        ways.append(Way(rank, row, row, 0.0, terms))
-    return ways
+    return Way(rank, sender.row, receiver.row, transfer, terms)
+
+
+def local_way(
+    one: Standing,
+    receiver: Receiver,
+    queue: float,
+    prompt: tuple[float, float],
+    rate: float,
+    ttft_slo_s: float,
+    *,
+    is_fitted: bool,
+) -> Way:
+    """Returns the way on which a decode worker computes what it has not cached by itself.
+
+    Args:
+        one: the worker.
+        receiver: the same, as it decodes.
+        queue: before the prompt.
+        prompt: its uncached tokens, and those that are cached.
+        rate: of prompts that come behind it.
+        ttft_slo_s: the wanted time to the first token.
+        is_fitted: costs are seconds.
+    """
+    step, wait = receiver.step, receiver.wait
+    time = stall = left = first = 0.0
+    if is_fitted:
+        uncached, cached = prompt
+        # Each chunk shares its step with those that decode, and holds all of them up.
+        time = prefill_cost(one.prefill, uncached, cached)
+        time += math.ceil(uncached / one.chunk_tokens) * step
+        stall = time * one.seqs / (one.seqs + 1.0) + stall_of(time, queue, rate)
+        left = max(wait - queue, 0.0)
+        first = queue + left + time
+    cost = first + stall + step
+    late = max(first - ttft_slo_s, 0.0)
+    shown = queue if is_fitted else 0.0
+    terms = (shown, time, 0.0, left, step, stall, first, cost, receiver.missed)
+    return Way(cost + receiver.extra + MISSED_WEIGHT * late, one.row, one.row, 0.0, terms)

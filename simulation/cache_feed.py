@@ -53,9 +53,7 @@ class CacheFeed:
             changes = cache.take_changes()
             if changes:
                 keys, removed = zip(*changes, strict=True)
-                self._batches.put(
-                    worker_id, np.array(keys, np.uint64), np.array(removed, np.bool_)
-                )
+                self._batches.put(worker_id, np.array(keys, np.uint64), np.array(removed, np.bool_))
         while self._batches.num_waiting:
             self._batches.flush()
         if self.has_work():
