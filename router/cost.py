@@ -50,16 +50,21 @@ class Laws:
     kinds: tuple["KindLaws", ...]
     """The same as plain numbers."""
 
-    def spread(self, values: FloatArray) -> FloatArray | float:
-        """Returns, of values by kind, those of all rows; one number if all workers are alike."""
-        return values.item(1) if len(values) == 2 else values.take(self.kind_of)
+    @property
+    def is_uniform(self) -> bool:
+        """All workers are alike: numbers do where arrays are needed otherwise."""
+        return len(self.kinds) == 2
 
-    def rows_of(self, values: FloatArray, rows: IntArray) -> FloatArray:
-        """Returns, of values by kind, those of some rows; one number if all workers are alike."""
-        if len(self.kinds) == 2:
-            return values[..., 1]
-        of_rows: FloatArray = values[..., self.kind_of[rows]]
-        return of_rows
+    def spread(self, values: list[float], rows: IntArray | None = None) -> FloatArray | float:
+        """Returns, of values by kind, those of all rows or of some; a number if all are alike."""
+        if self.is_uniform:
+            return values[1]
+        return np.array(values).take(self.kind_of if rows is None else self.kind_of[rows])
+
+    def prefill_of(self, rows: IntArray) -> FloatArray:
+        """Returns the prefill laws of some rows, [3, rows]."""
+        laws: FloatArray = self.prefill[:, self.kind_of[rows]]
+        return laws
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,8 @@ class KindLaws:
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
     transfer: tuple[float, float]
+    handoff: float
+    """What a token adds to a hand-off, by the slowest sender."""
     knows_prefill: bool
 
 
@@ -126,7 +133,8 @@ class LawTable:
     def _sort_kinds(self) -> None:
         kinds: dict[_Kind, int] = {}
         kind_of = np.zeros(self._fleet.capacity, dtype=np.int64)
-        decodes, prefills = set(), set()
+        decodes: set[str] = set()
+        prefills: set[str] = set()
         for row, one in self._fleet.members():
             kind = _Kind(one.worker_class, one.kv_bytes_per_token, one.block_size)
             kind_of[row] = kinds.setdefault(kind, len(kinds) + 1)
@@ -191,6 +199,7 @@ class LawTable:
             prefill.T.tolist(),
             decode.T.tolist(),
             transfer.T.tolist(),
+            handoff_per_token.tolist(),
             knows_prefill.tolist(),
             strict=True,
         )
@@ -203,8 +212,14 @@ class LawTable:
             handoff_per_token=handoff_per_token,
             knows_prefill=knows_prefill,
             kinds=tuple(
-                KindLaws(prefill=tuple(p), decode=tuple(d), transfer=tuple(t), knows_prefill=knows)
-                for p, d, t, knows in columns
+                KindLaws(
+                    prefill=(p0, p1, p2),
+                    decode=(d0, d1, d2),
+                    transfer=(t0, t1),
+                    handoff=handoff,
+                    knows_prefill=knows,
+                )
+                for (p0, p1, p2), (d0, d1, d2), (t0, t1), handoff, knows in columns
             ),
         )
 

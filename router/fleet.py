@@ -152,6 +152,10 @@ class Fleet:
         are: BoolArray = self.heard_s[rows] < now_s - self._silence_s
         return are
 
+    def is_any_silent(self, rows: IntArray, now_s: float) -> bool:
+        """Says whether one of some workers was not heard for too long."""
+        return len(rows) > 0 and bool(self.heard_s[rows].min() < now_s - self._silence_s)
+
     def members(self) -> Iterable[tuple[int, Member]]:
         """Returns all rows in use."""
         return self._members.items()

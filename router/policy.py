@@ -14,24 +14,29 @@ longer than the prefix is worth: seconds, or KV blocks while the predictor is no
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
-from router.candidates import Candidate, CandidateTable, Path
-from router.cost import Laws, LawTable, prefill_cost, share_to_free, stall_of
+from router.candidates import Candidate, CandidateTable, Pairs, Path
+from router.cost import Laws, LawTable, share_to_free
 from router.fleet import Fleet, FloatArray, IntArray
-from router.scores import Cached, Scores, decode_load
+from router.scores import Ask, Cached, Scores, decode_load
 from router.ways import (
+    LOCAL_LIST,
     MISSED_WEIGHT,
+    SHORT_LIST,
+    Near,
     Receiver,
-    Sender,
+    Sides,
     Way,
-    best_ways,
+    all_pairs,
+    best_pair,
     local_way,
-    pair_ways,
+    make_receiver,
     shorten,
 )
 from router.worker_key import WorkerKey as WorkerKey
@@ -88,7 +93,7 @@ class Choice:
     @property
     def expected(self) -> Candidate:
         """What it should cost."""
-        return self.table.candidate(0)
+        return self.table.chosen()
 
 
 class Policy(Protocol):
@@ -121,282 +126,232 @@ class JointPolicy:
 
     def choose(self, demand: Demand, now_s: float) -> Choice:
         """Chooses by the least cost over both paths, see `Policy`."""
-        asked = self._ask(demand, now_s)
-        far_own = self._decode_bound(asked)
-        far = self._receivers(asked, far_own)
-        ways = self._local_ways(asked, far, far_own)
+        look = self._look(demand, now_s)
+        far_own = self._decode_bound(look)
+        far = self._receivers(look, far_own)
+        local = self._local_ways(look, far, far_own)
+        sides: list[Sides] = []
         # In blocks the two paths cannot be compared: a short rest stays where it is cached.
-        if demand.has_prefill_pool and (asked.laws.is_fitted or not ways):
-            near_own = self._prompt_bound(asked)
-            near = self._senders(asked, near_own)
+        if demand.has_prefill_pool and (look.laws.is_fitted or not local):
+            near_own = self._prompt_bound(look)
+            near = self._senders(look, near_own)
             if near:
-                ways += self._pairs(asked, near, near_own, far, far_own)
-            elif not ways:
+                sides = self._pair_up(look, (near, near_own), (far, far_own))
+            elif not local:
                 raise NoWorker("no prefill worker is available")
-        if not ways:
-            raise NoWorker("no prefill worker has a compatible decode worker")
-        return self._pick(ways, asked)
+        return self._pick(look, sides, local)
 
     def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
-        """Chooses by what is left: the hand-off, the wait for room, the step."""
+        """Chooses by what is left: the hand-off, the wait for room, the steps."""
         fleet = self._fleet
         row = fleet.row_of(prefill)
         if row is None:
             raise NoWorker(f"worker {prefill.worker_id} is gone")
-        asked = self._ask(demand, now_s)
-        own = self._decode_bound(asked)
+        look = self._look(demand, now_s)
+        own = self._decode_bound(look)
         own[fleet.group != fleet.group[row]] = np.inf
-        far = self._receivers(asked, own)
-        one = self._scores.standing(row)
-        computed = Sender(
-            row=row,
-            queue=0.0,
-            time=0.0,
-            stall=0.0,
-            num_chunks=1.0,
-            extra=0.0,
-            fixed=one.transfer_fixed,
-            per_byte=one.transfer_per_byte,
-            link_until_s=one.link_until_s,
-        )
-        ways = pair_ways([computed], far, now_s, is_fitted=asked.laws.is_fitted)
-        return self._pick(ways, asked)
+        far = self._receivers(look, own)
+        computed = self._scores.standing(row).without_prompts(now_s)
+        return self._pick(look, [([(0.0, computed, 0.0)], far)], [])
 
-    def _ask(self, demand: Demand, now_s: float) -> "_Asked":
-        fleet, laws = self._fleet, self._scores.refresh(now_s)
+    def _look(self, demand: Demand, now_s: float) -> "_Look":
+        fleet, scores = self._fleet, self._scores
+        laws = scores.refresh(now_s)
         tokens = np.minimum(demand.cached_tokens, float(demand.num_tokens))
         cached = np.zeros(fleet.capacity)
         cached[demand.cached_rows] = tokens
-        excluded = [fleet.row_of(key) for key in demand.excluded]
-        slo_s = demand.ttft_slo_s if laws.is_fitted else None
-        return _Asked(
-            demand=demand,
-            now_s=now_s,
-            laws=laws,
-            found=(demand.cached_rows, tokens),
-            cached=cached,
-            excluded=[row for row in excluded if row is not None],
-            ttft_slo_s=math.inf if slo_s is None else slo_s,
+        tpot_slo_s, ttft_slo_s = demand.tpot_slo_s, demand.ttft_slo_s
+        ask = Ask(
+            now_s,
+            laws.is_fitted,
+            scores.rate,
+            demand.num_tokens,
+            demand.num_samples,
+            demand.num_kv_tokens,
+            demand.num_expected_tokens,
+            math.inf if tpot_slo_s is None else tpot_slo_s,
+            math.inf if ttft_slo_s is None or not laws.is_fitted else ttft_slo_s,
         )
+        rows = [fleet.row_of(key) for key in demand.excluded]
+        excluded = [row for row in rows if row is not None]
+        return _Look(ask, demand, laws, (demand.cached_rows, tokens), cached, excluded)
 
-    def _prompt_bound(self, asked: "_Asked") -> FloatArray:
-        demand = asked.demand
-        own = self._scores.prompt_bound(asked.laws, demand.num_tokens, asked.found, asked.now_s)
+    def _prompt_bound(self, look: "_Look") -> FloatArray:
+        own = self._scores.prompt_bound(look.laws, look.ask, look.found)
         own += self._scores.bias[Role.PREFILL]
-        if asked.excluded:
-            own[asked.excluded] = np.inf
+        if look.excluded:
+            own[look.excluded] = np.inf
         return own
 
-    def _decode_bound(self, asked: "_Asked") -> FloatArray:
-        demand, laws, scores = asked.demand, asked.laws, self._scores
-        # Without the predictor, blocks that are cached are not to be filled.
-        added = demand.num_kv_tokens if laws.is_fitted else float(demand.num_tokens)
-        load = demand.num_samples, added
-        own = scores.decode_bound(laws, demand.num_tokens, asked.found, load)
-        if not demand.has_prefill_pool and laws.is_fitted:
+    def _decode_bound(self, look: "_Look") -> FloatArray:
+        own = self._scores.decode_bound(look.laws, look.ask, look.found)
+        if not look.demand.has_prefill_pool and look.laws.is_fitted:
             # Whoever decodes computes the prompt as well.
-            own += scores.prompt_bound(laws, demand.num_tokens, asked.found, asked.now_s)
-        own += scores.bias[Role.DECODE]
-        if asked.excluded:
-            own[asked.excluded] = np.inf
+            own += self._scores.prompt_bound(look.laws, look.ask, look.found)
+        own += self._scores.bias[Role.DECODE]
+        if look.excluded:
+            own[look.excluded] = np.inf
         return own
 
-    def _senders(self, asked: "_Asked", own: FloatArray) -> list[Sender]:
+    def _senders(self, look: "_Look", own: FloatArray) -> Near:
         """Returns the best few."""
-        fleet = self._fleet
+        fleet, now_s = self._fleet, look.ask.now_s
         rows = shorten(own)
-        if fleet.are_silent(rows, asked.now_s).any():
-            rows = shorten(np.where(fleet.are_silent(slice(None), asked.now_s), np.inf, own))
-        rate = self._scores.rate
-        return [self._send(asked, row, rate) for row in rows.tolist()]
+        if fleet.is_any_silent(rows, now_s):
+            rows = shorten(np.where(fleet.are_silent(slice(None), now_s), np.inf, own))
+        standings = [self._scores.standing(row) for row in rows.tolist()]
+        return list(zip(own[rows].tolist(), standings, look.cached[rows].tolist(), strict=True))
 
-    def _send(self, asked: "_Asked", row: int, rate: float) -> Sender:
-        one = self._scores.standing(row)
-        queue, (uncached, cached) = one.queue(asked.now_s), asked.prompt_at(row)
-        time = prefill_cost(one.prefill, uncached, cached)
-        late = max(queue + time - asked.ttft_slo_s, 0.0)
-        return Sender(
-            row=row,
-            queue=queue,
-            time=time,
-            stall=stall_of(time, queue, rate),
-            num_chunks=float(math.ceil(uncached / one.chunk_tokens)),
-            extra=one.tie + MISSED_WEIGHT * late,
-            fixed=one.transfer_fixed,
-            per_byte=one.transfer_per_byte,
-            link_until_s=one.link_until_s,
-        )
+    def _receivers(
+        self,
+        look: "_Look",
+        own: FloatArray,
+        among: IntArray | None = None,
+        size: int = SHORT_LIST,
+    ) -> list[Receiver]:
+        """Returns the best few, by the bound if that says all of them, else by all that counts.
 
-    def _receivers(self, asked: "_Asked", own: FloatArray) -> list[Receiver]:
-        """Returns the best few: by the bound if that says it all of them, else by all that counts.
+        Args:
+            look: the choice.
+            own: bounds of all workers.
+            among: looks at these alone.
+            size: how many are few.
 
         Raises:
-            NoWorker: there is none.
-            TooLong: none can ever hold the request.
+            NoWorker: there is nobody at all.
+            TooLong: nobody can ever hold the request.
         """
-        rows = shorten(own)
-        receivers = [self._receive(asked, row) for row in rows.tolist()]
-        if receivers and not any(one.wait or one.missed for one in receivers):
-            fits = self._fleet.room_tokens[rows] >= asked.max_tokens
-            if fits.all() and not self._fleet.are_silent(rows, asked.now_s).any():
-                return receivers
-        rows = shorten(self._full_cost(asked, own))
-        return [self._receive(asked, row) for row in rows.tolist()]
+        rows = _best_rows(own, among, size)
+        found = self._receivers_at(look, rows)
+        if found and not [one for one in found if one.wait or one.missed]:
+            fits = self._fleet.room_tokens[rows].min() >= look.max_tokens
+            if fits and not self._fleet.is_any_silent(rows, look.ask.now_s):
+                return found
+        rows = _best_rows(self._full_cost(look, own), among, size)
+        return self._receivers_at(look, rows)
 
-    def _receive(self, asked: "_Asked", row: int) -> Receiver:
-        demand, one = asked.demand, self._scores.standing(row)
-        uncached = demand.num_tokens - asked.cached.item(row)
-        is_fitted = asked.laws.is_fitted
-        added = demand.num_kv_tokens if is_fitted else uncached
-        step = one.step + one.per_sequence * demand.num_samples + one.per_kv_token * added
-        wait = missed = 0.0
-        if is_fitted:
-            if one.seqs + demand.num_samples > one.room_seqs or (
-                one.kv_tokens + added > one.room_tokens
-            ):
-                load, need = (one.seqs, one.kv_tokens), (demand.num_samples, added)
-                share = share_to_free(load, need, (one.room_seqs, one.room_tokens))
-                wait = float(share) * step * demand.num_expected_tokens
-            if demand.tpot_slo_s is not None:
-                missed = max(step - demand.tpot_slo_s, 0.0)
-        return Receiver(
-            row=row,
-            num_bytes=uncached * one.kv_bytes_per_token,
-            step=step,
-            wait=wait,
-            missed=missed,
-            extra=one.tie + MISSED_WEIGHT * missed,
-            link_until_s=one.link_until_s,
-        )
+    def _receivers_at(self, look: "_Look", rows: IntArray) -> list[Receiver]:
+        ask, standing = look.ask, self._scores.standing
+        places = zip(rows.tolist(), look.cached[rows].tolist(), strict=True)
+        return [make_receiver(ask, standing(row), cached) for row, cached in places]
 
-    def _full_cost(self, asked: "_Asked", own: FloatArray) -> FloatArray:
+    def _full_cost(self, look: "_Look", own: FloatArray) -> FloatArray:
         """Returns all costs, with what bounds leave out; raises as `_receivers`."""
-        fleet, demand, laws = self._fleet, asked.demand, asked.laws
-        own = np.where(fleet.are_silent(slice(None), asked.now_s), np.inf, own)
+        fleet, ask, laws = self._fleet, look.ask, look.laws
+        own = np.where(fleet.are_silent(slice(None), ask.now_s), np.inf, own)
         usable = np.flatnonzero(own < np.inf)
         if not len(usable):
             raise NoWorker("no decode worker is available")
-        fits = fleet.room_tokens >= asked.max_tokens
+        fits = fleet.room_tokens >= look.max_tokens
         if not fits[usable].any():
-            raise _too_long(fleet, usable, demand)
+            raise _too_long(fleet, usable, look.demand)
         own[~fits] = np.inf
-        if not laws.is_fitted:
-            return own
-        load = decode_load(fleet, laws)
-        need = demand.num_samples, demand.num_kv_tokens
-        _, per_sequence, per_kv_token = laws.decode
-        step = self._scores.step + laws.spread(per_sequence * need[0] + per_kv_token * need[1])
-        room = fleet.max_num_seqs, fleet.room_tokens
-        own += step * demand.num_expected_tokens * share_to_free(load, need, room)
-        if demand.tpot_slo_s is not None:
-            own += MISSED_WEIGHT * np.maximum(step - demand.tpot_slo_s, 0.0)
+        if laws.is_fitted:
+            need = ask.num_samples, ask.kv_tokens
+            step = self._scores.step_with(laws, *need)
+            share = share_to_free(
+                decode_load(fleet, laws), need, (fleet.max_num_seqs, fleet.room_tokens)
+            )
+            own += step * max(ask.life_tokens, 1.0) * share
+            own += MISSED_WEIGHT * np.maximum(step - ask.tpot_slo_s, 0.0)
         return own
 
-    def _local_ways(self, asked: "_Asked", far: list[Receiver], own: FloatArray) -> list[Way]:
+    def _local_ways(self, look: "_Look", far: list[Receiver], own: FloatArray) -> list[Way]:
         """Returns the ways of those that may compute the prompt, or its rest, and decode."""
-        demand = asked.demand
-        if demand.has_prefill_pool and not demand.max_local_tokens:
-            return []
-        if demand.has_prefill_pool and demand.num_tokens > demand.max_local_tokens:
-            rows, tokens = asked.found
-            rows = rows[demand.num_tokens - tokens <= demand.max_local_tokens]
-            if not len(rows):
+        demand = look.demand
+        if demand.has_prefill_pool:
+            if not demand.max_local_tokens:
                 return []
-            near = np.full(len(own), np.inf)
-            near[rows] = own[rows]
-            try:
-                far = self._receivers(asked, near)
-            except (NoWorker, TooLong):
-                return []
+            if demand.num_tokens > demand.max_local_tokens:
+                rows, tokens = look.found
+                rows = rows[tokens >= demand.num_tokens - demand.max_local_tokens]
+                if not len(rows):
+                    return []
+                far = self._receivers(look, own, rows, LOCAL_LIST)
+            far = [one for one in far if self._scores.standing(one.row).knows_prefill]
+            far = far[:LOCAL_LIST]
         return [
-            self._local_way(asked, one)
+            local_way(look.ask, self._scores.standing(one.row), one, look.cached.item(one.row))
             for one in far
-            if not demand.has_prefill_pool or self._scores.standing(one.row).knows_prefill
         ]
 
-    def _local_way(self, asked: "_Asked", receiver: Receiver) -> Way:
-        one = self._scores.standing(receiver.row)
-        return local_way(
-            one,
-            receiver,
-            one.queue(asked.now_s),
-            asked.prompt_at(receiver.row),
-            self._scores.rate,
-            asked.ttft_slo_s,
-            is_fitted=asked.laws.is_fitted,
-        )
-
-    def _pairs(
-        self,
-        asked: "_Asked",
-        near: list[Sender],
-        near_own: FloatArray,
-        far: list[Receiver],
-        far_own: FloatArray,
-    ) -> list[Way]:
-        """Pairs workers of one geometry: the best few of each side, or of each side's geometry."""
-        fleet, now_s, is_fitted = self._fleet, asked.now_s, asked.laws.is_fitted
+    def _pair_up(
+        self, look: "_Look", near: tuple[Near, FloatArray], far: tuple[list[Receiver], FloatArray]
+    ) -> list[Sides]:
+        """Returns the sides that may be paired: for each geometry, the best few of each side."""
+        fleet = self._fleet
         if fleet.num_groups == 1:
-            return pair_ways(near, far, now_s, is_fitted=is_fitted)
-        ways: list[Way] = []
+            return [(near[0], far[0])]
+        sides: list[Sides] = []
         for group in range(fleet.num_groups):
             others = fleet.group != group
-            near = self._senders(asked, np.where(others, np.inf, near_own))
+            senders = self._senders(look, np.where(others, np.inf, near[1]))
             try:
-                far = self._receivers(asked, np.where(others, np.inf, far_own))
+                receivers = self._receivers(look, np.where(others, np.inf, far[1]))
             except (NoWorker, TooLong):
                 continue
-            ways += pair_ways(near, far, now_s, is_fitted=is_fitted)
-        return ways
+            sides.append((senders, receivers))
+        return sides
 
-    def _pick(self, ways: list[Way], asked: "_Asked") -> Choice:
-        keys = self._fleet.keys
-        best = best_ways(ways)
-        pairs = tuple(
-            [
-                (None if way.computes == way.decodes else keys[way.computes], keys[way.decodes])
-                for way in best
-            ]
-        )
-        first, (prefill, decode) = best[0], pairs[0]
-        num_cached = int(asked.cached[first.computes])
+    def _pick(self, look: "_Look", sides: list[Sides], local: list[Way]) -> Choice:
+        ask, fleet = look.ask, self._fleet
+        ways = [way for side in sides if (way := best_pair(ask, *side)) is not None]
+        if not ways and not local:
+            raise NoWorker("no prefill worker has a compatible decode worker")
+        best, keys = min(ways + local), self._scores.keys
+        num_cached = look.cached.item(best.computes)
+        pairs = (_pair_of(best, keys),)
         return Choice(
-            prefill=prefill,
-            decode=decode,
-            path="local" if prefill is None else "disaggregated",
-            cached_tokens=num_cached,
-            cached_blocks=int(num_cached // self._fleet.block_size[first.computes]),
+            prefill=pairs[0][0],
+            decode=pairs[0][1],
+            path="local" if pairs[0][0] is None else "disaggregated",
+            cached_tokens=int(num_cached),
+            cached_blocks=int(num_cached // fleet.block_size.item(best.computes)),
             table=CandidateTable(
-                is_in_seconds=asked.laws.is_fitted,
-                terms=np.array([way.terms for way in best]),
+                is_in_seconds=ask.is_fitted,
+                terms=np.array((best.terms,)),
                 pairs=pairs,
+                find_all=partial(_find_all, ask, sides, local, best, keys),
             ),
-            transfer_s=first.transfer if asked.laws.is_fitted else None,
+            transfer_s=best.transfer if ask.is_fitted else None,
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """One choice to be made."""
+@dataclass(slots=True)
+class _Look:
+    """One choice to be made. Not frozen: that takes longer to make."""
 
+    ask: Ask
     demand: Demand
-    now_s: float
     laws: Laws
     found: Cached
     cached: FloatArray
     """The tokens of the prompt that each row has."""
     excluded: list[int]
-    ttft_slo_s: float
 
     @property
     def max_tokens(self) -> int:
         """That it may come to hold; workers hold whole blocks, so tokens can be compared."""
         return self.demand.num_tokens + self.demand.num_growth_tokens
 
-    def prompt_at(self, row: int) -> tuple[float, float]:
-        """Returns the tokens to be computed by a worker, and those that it has cached."""
-        cached = self.cached.item(row)
-        return max(self.demand.num_tokens - cached, 1.0), cached
+
+def _find_all(
+    ask: Ask, sides: list[Sides], local: list[Way], chosen: Way, keys: tuple[WorkerKey, ...]
+) -> tuple[FloatArray, Pairs]:
+    """Returns the best ways, the chosen one first."""
+    ways = [way for side in sides for way in all_pairs(ask, *side)] + local
+    others = sorted(way for way in ways if way[1:3] != chosen[1:3])
+    best = [chosen, *others][:SHORT_LIST]
+    return np.array([way.terms for way in best]), tuple(_pair_of(way, keys) for way in best)
+
+
+def _pair_of(way: Way, keys: tuple[WorkerKey, ...]) -> tuple[WorkerKey | None, WorkerKey]:
+    is_local = way.computes == way.decodes
+    return None if is_local else keys[way.computes], keys[way.decodes]
+
+
+def _best_rows(own: FloatArray, among: IntArray | None, size: int) -> IntArray:
+    return shorten(own, size) if among is None else among[shorten(own[among], size)]
 
 
 def _too_long(fleet: Fleet, rows: IntArray, demand: Demand) -> TooLong:

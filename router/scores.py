@@ -8,13 +8,15 @@ some of its prompt cached. That leaves out waits for room and times per token th
 only add to it: as long as none of the best few has any of that, they are the best few.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pdserve.request import Role
 from router.cost import Laws, LawTable, prefill_cost, stall_of
 from router.fleet import Fleet, FloatArray, IntArray
+from router.worker_key import WorkerKey
 
 _TIE = 1e-11
 """For each pick that a worker's last one is later: who was picked longest ago wins a tie."""
@@ -27,9 +29,29 @@ Cached = tuple[IntArray, FloatArray]
 """Rows that have some of a prompt, and how many tokens of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Ask:
+    """What a request wants to know of each worker. Not frozen: that takes longer to make."""
+
+    now_s: float
+    is_fitted: bool
+    """Costs are seconds; else KV blocks."""
+    rate: float
+    """Of prompts that come behind it, see `Scores.rate`."""
+    num_tokens: int
+    num_samples: int
+    kv_tokens: float
+    """That it will hold on decode."""
+    life_tokens: float
+    """Of output, that probably come."""
+    tpot_slo_s: float
+    ttft_slo_s: float
+    """Both are infinite if nothing is wanted."""
+
+
+@dataclass(slots=True)
 class Standing:
-    """One worker as it stands now, in seconds or KV blocks."""
+    """One worker as it stands now, in seconds or KV blocks; nobody changes it."""
 
     row: int
     prefill: tuple[float, float, float]
@@ -62,6 +84,20 @@ class Standing:
         left = self.until_s - now_s
         return left if left > self.rest else self.rest
 
+    def without_prompts(self, now_s: float) -> "Standing":
+        """Returns it as it is for a prompt that it has computed already."""
+        nothing = (0.0, 0.0, 0.0)
+        return replace(self, prefill=nothing, rest=0.0, until_s=now_s, chunk_tokens=math.inf)
+
+    def share_to_free(self, num_seqs: float, num_tokens: float) -> float:
+        """Returns which part of its load must end before it has room for more to decode."""
+        missing_seqs = self.seqs + num_seqs - self.room_seqs
+        missing_tokens = self.kv_tokens + num_tokens - self.room_tokens
+        if missing_seqs <= 0 and missing_tokens <= 0:
+            return 0.0
+        share = max(missing_seqs / max(self.seqs, 1.0), missing_tokens / max(self.kv_tokens, 1.0))
+        return min(share, 1.0)
+
 
 class Scores:
     """Columns and standings of a fleet."""
@@ -74,6 +110,8 @@ class Scores:
         self._standings: dict[int, Standing] = {}
         self._laws: Laws | None = None
         self._base_pick = 0
+        self.keys: tuple[WorkerKey, ...] = ()
+        """By row."""
         self.rest: FloatArray
         self.until_s: FloatArray
         self.step: FloatArray
@@ -124,41 +162,41 @@ class Scores:
         queue: FloatArray = np.maximum(self.rest, self.until_s - now_s)
         return queue
 
-    def prompt_bound(self, laws: Laws, num_tokens: int, cached: Cached, now_s: float) -> FloatArray:
+    def prompt_bound(self, laws: Laws, ask: Ask, cached: Cached) -> FloatArray:
         """Returns queue and prompt, and what both cost others, for all rows."""
         rows, tokens = cached
-        rate, queue = self.rate, self.queue(now_s)
-        time = prefill_cost(laws.prefill, num_tokens, 0.0)
+        rate, queue = ask.rate, self.queue(ask.now_s)
+        times = [prefill_cost(kind.prefill, float(ask.num_tokens), 0.0) for kind in laws.kinds]
         # The sum of queue, time and `stall_of`, which is linear in the queue.
-        slope, base = 1.0 + rate * time, time + 0.5 * rate * time * time
-        own: FloatArray = queue * laws.spread(slope)
-        own += laws.spread(base)
+        own: FloatArray = queue * laws.spread([1.0 + rate * time for time in times])
+        own += laws.spread([time + 0.5 * rate * time * time for time in times])
         if len(rows):
-            law = laws.rows_of(laws.prefill, rows)
-            time = prefill_cost(law, np.maximum(num_tokens - tokens, 1.0), tokens)
+            law = laws.kinds[1].prefill if laws.is_uniform else laws.prefill_of(rows)
+            cost = prefill_cost(law, np.maximum(ask.num_tokens - tokens, 1.0), tokens)
             near = queue[rows]
-            own[rows] = near + time + stall_of(time, near, rate)
+            own[rows] = near + cost + stall_of(cost, near, rate)
         return own
 
-    def decode_bound(
-        self, laws: Laws, num_tokens: int, cached: Cached, load: tuple[float, float]
-    ) -> FloatArray:
-        """Returns a step with the request and its hand-off, for all rows.
-
-        Args:
-            laws: of this moment.
-            num_tokens: of the prompt.
-            cached: who has some of it.
-            load: sequences, and tokens of KV, that the request adds.
-        """
+    def decode_bound(self, laws: Laws, ask: Ask, cached: Cached) -> FloatArray:
+        """Returns all steps until the last token, and the hand-off, for all rows."""
         rows, tokens = cached
-        _, per_sequence, per_kv_token = laws.decode
-        added = per_sequence * load[0] + per_kv_token * load[1]
-        own: FloatArray = self.step + laws.spread(added + laws.handoff_per_token * num_tokens)
+        # Without the predictor, blocks that are cached are not to be filled.
+        added = ask.kv_tokens if laws.is_fitted else float(ask.num_tokens)
+        own = self.step_with(laws, ask.num_samples, added)
+        if laws.is_fitted:
+            if ask.life_tokens > 1:
+                own *= ask.life_tokens
+            own += laws.spread([kind.handoff * ask.num_tokens for kind in laws.kinds])
         if len(rows):
-            per_token = laws.handoff_per_token if laws.is_fitted else per_kv_token
-            own[rows] -= laws.rows_of(per_token, rows) * tokens
+            saved = [kind.handoff if laws.is_fitted else kind.decode[2] for kind in laws.kinds]
+            own[rows] -= laws.spread(saved, rows) * tokens
         return own
+
+    def step_with(self, laws: Laws, num_seqs: float, num_tokens: float) -> FloatArray:
+        """Returns a step of decoding with so many sequences and tokens more, for all rows."""
+        more = [kind.decode[1] * num_seqs + kind.decode[2] * num_tokens for kind in laws.kinds]
+        step: FloatArray = self.step + laws.spread(more)
+        return step
 
     def _score(self, row: int, laws: Laws) -> None:
         one = self._standings[row] = self._stand(row, laws)
@@ -188,24 +226,24 @@ class Scores:
         kv_tokens += fleet.others_kv_tokens.item(row)
         fixed, per_sequence, per_kv_token = kind.decode
         return Standing(
-            row=row,
-            prefill=kind.prefill,
-            knows_prefill=kind.knows_prefill,
-            rest=rest,
-            until_s=until_s,
-            chunk_tokens=fleet.chunk_tokens.item(row),
-            step=fixed + per_sequence * seqs + per_kv_token * kv_tokens,
-            per_sequence=per_sequence,
-            per_kv_token=per_kv_token,
-            seqs=seqs,
-            kv_tokens=kv_tokens,
-            room_seqs=fleet.max_num_seqs.item(row),
-            room_tokens=fleet.room_tokens.item(row),
-            transfer_fixed=kind.transfer[0],
-            transfer_per_byte=kind.transfer[1],
-            kv_bytes_per_token=fleet.kv_bytes_per_token.item(row),
-            link_until_s=fleet.link_until_s.item(row),
-            tie=_TIE * max(fleet.last_pick.item(row) - self._base_pick, 0),
+            row,
+            kind.prefill,
+            kind.knows_prefill,
+            rest,
+            until_s,
+            fleet.chunk_tokens.item(row),
+            fixed + per_sequence * seqs + per_kv_token * kv_tokens,
+            per_sequence,
+            per_kv_token,
+            seqs,
+            kv_tokens,
+            fleet.max_num_seqs.item(row),
+            fleet.room_tokens.item(row),
+            kind.transfer[0],
+            kind.transfer[1],
+            fleet.kv_bytes_per_token.item(row),
+            fleet.link_until_s.item(row),
+            _TIE * max(fleet.last_pick.item(row) - self._base_pick, 0),
         )
 
     def _prompts(self, row: int) -> tuple[float, float, float]:
@@ -224,6 +262,7 @@ class Scores:
     def _score_all(self, laws: Laws) -> None:
         fleet = self._fleet
         self._standings.clear()
+        self.keys = tuple(fleet.keys)
         self._base_pick = max(fleet.num_picks - _TIE_PICKS, 0)
         prefill, decode = laws.prefill[:, laws.kind_of], laws.decode[:, laws.kind_of]
         queue = fleet.queue + fleet.others_queue

@@ -15,7 +15,8 @@ from router.fleet import Fleet, Member
 from router.load_book import LoadBook
 from router.placer import InProcessPlacer, PlaceQuery
 from router.policy import Choice, JointPolicy, Policy
-from router.prefix_index import PrefixIndex
+from router.prefix_index import GRANULE_TOKENS, PrefixIndex
+from router.waiting_room import has_room
 from router.worker_key import WorkerKey
 from simulation.cache_feed import CacheFeed
 from simulation.clock import EventQueue
@@ -53,7 +54,9 @@ class Brain:
         self._book = LoadBook(self._fleet, queue)
         self._index = PrefixIndex(clock=queue)
         self.caches = CacheFeed(self._index, queue)
-        policy = make_policy(self._fleet, LawTable(self._fleet, Predictor(profiles)))
+        self._table = LawTable(self._fleet, Predictor(profiles))
+        self._clock = queue
+        policy = make_policy(self._fleet, self._table)
         self._placer = InProcessPlacer(policy, self._book, self._index, queue, max_local_tokens)
 
     def join(self, worker: WorkerKey, role: Role, profile: Profile) -> CachedGranules:
@@ -78,6 +81,28 @@ class Brain:
         self.caches.leave(worker.worker_id)
         self._placer.forget(worker)
         self._fleet.leave(worker)
+
+    @property
+    def on_room(self) -> Callable[[], None]:
+        """Called when a prompt has left a worker's queue."""
+        return self._book.on_room
+
+    @on_room.setter
+    def on_room(self, call: Callable[[], None]) -> None:
+        self._book.on_room = call
+
+    def has_room(self, role: Role) -> bool:
+        """Says whether a worker of a pool would soon be idle."""
+        return has_room(self._fleet, role, self._clock.now())
+
+    def drain_s(self, num_tokens: float, role: Role) -> float | None:
+        """Returns how long a pool takes for so many tokens; None while nothing is predicted."""
+        return self._table.drain_s(num_tokens, role, self._clock.now())
+
+    def expect_uncached(self, query: PlaceQuery) -> int:
+        """Returns what the worker with the longest prefix has not."""
+        cached = max(self._index.match(query.granules).values(), default=0) * GRANULE_TOKENS
+        return max(query.num_tokens - cached, 1)
 
     def place(self, query: PlaceQuery) -> Choice:
         """Chooses and charges workers for a new attempt.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pdserve.predictor.profile import Profile
 from pdserve.request import Role
-from simulation.journey import Record
+from simulation.record import Record
 from simulation.report import GapHistogram
 
 
@@ -19,6 +19,8 @@ class ClusterShape:
     num_decode: int
     max_queued: int = 1_000_000
     max_in_flight: int = 1_000_000
+    has_waiting_room: bool = True
+    """Requests wait in the router for their turn; False: they are dispatched at once."""
     max_waiting: int = 1_000_000
     """Requests in one worker's queue."""
     look_ahead: int = 4

@@ -7,7 +7,7 @@ from pdserve.request import Role, WorkerId
 from router.worker_key import WorkerKey
 from simulation.cluster import Cluster
 from simulation.generators import Lengths, make_agent_tree, make_hot_prefix, make_plain
-from simulation.journey import Outcome, Record
+from simulation.record import Outcome, Record
 from simulation.shape import ClusterShape
 from simulation.workload import Arrival, Piece, Workload, make_workload
 
