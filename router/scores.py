@@ -25,6 +25,9 @@ _TIE_PICKS = 1 << 16
 _MANY = 64
 """Rows; if more have changed, all are reckoned anew."""
 
+_MIN_IDLE = 0.5
+"""Busy periods get no longer than if workers were idle for so much of the time."""
+
 Cached = tuple[IntArray, FloatArray]
 """Rows that have some of a prompt, and how many tokens of it."""
 
@@ -127,14 +130,17 @@ class Scores:
 
     @property
     def rate(self) -> float:
-        """Prompts that come to a worker for each unit of cost: those that a longer queue delays.
+        """Prompts that a longer queue delays, for each unit of cost that is in it.
 
-        A worker that is always busy gets one for each that it computes, and those in the queues
-        are such ones; how many workers are busy now says how often one is.
+        A worker that is always busy gets one prompt for each that it computes, and those in the
+        queues are such ones; how many workers are busy now says how often one is. Who comes while
+        a worker is busy keeps it busy for longer, and more come; but not without end, since they
+        can go elsewhere.
         """
         if self._num_prompts < 0.5 or self._total_cost <= 0:
             return 0.0
-        return self._num_prompts / self._total_cost * self._num_busy / self._num_computing
+        busy = self._num_busy / self._num_computing
+        return self._num_prompts / self._total_cost * busy / max(1.0 - busy, _MIN_IDLE)
 
     def refresh(self, now_s: float) -> Laws:
         """Brings all up to date, and returns the laws that it is made of."""
