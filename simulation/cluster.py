@@ -48,10 +48,7 @@ class Cluster:
         self.shape = shape
         self.queue = EventQueue()
         self._brain = Brain(
-            {
-                shape.prefill.worker_class: shape.prefill,
-                shape.decode.worker_class: shape.decode,
-            }.values(),
+            {one.worker_class: one for one in (shape.prefill, shape.decode)}.values(),
             self.queue,
             make_policy=make_policy,
             max_local_tokens=shape.max_local_tokens,
@@ -119,12 +116,12 @@ class Cluster:
         if worker in self._prefills:
             prefill = self._prefills.pop(worker)
             prefill.is_dead = True
-            self._note_busy(Role.PREFILL, prefill.busy_s)
+            self.run_so_far.busy_s[Role.PREFILL].append(prefill.busy_s)
         else:
             decode = self._decodes.pop(worker)
             decode.book_until_now()
             decode.is_dead = True
-            self._note_busy(Role.DECODE, decode.busy_s)
+            self.run_so_far.busy_s[Role.DECODE].append(decode.busy_s)
             lost = decode.scheduler.drain()
         self.queue.after(self.shape.detect_s, lambda: self._lost_worker(worker, lost))
 
@@ -137,10 +134,8 @@ class Cluster:
         for journey in tuple(self._journeys.values()):
             self._finish(journey, Outcome.UNFINISHED)
         result = self.run_so_far
-        for prefill in self._prefills.values():
-            self._note_busy(Role.PREFILL, prefill.busy_s)
-        for decode in self._decodes.values():
-            self._note_busy(Role.DECODE, decode.busy_s)
+        result.busy_s[Role.PREFILL] += [one.busy_s for one in self._prefills.values()]
+        result.busy_s[Role.DECODE] += [one.busy_s for one in self._decodes.values()]
         result.end_s, result.num_events = self.queue.now(), self.queue.num_done
         return result
 
@@ -400,6 +395,3 @@ class Cluster:
             chain = chain.fork()
         chain.append_copies(journey.token, request.num_emitted)
         return chain
-
-    def _note_busy(self, role: Role, seconds: float) -> None:
-        self.run_so_far.busy_s[role].append(seconds)
