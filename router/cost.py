@@ -235,15 +235,6 @@ def prefill_cost(law: Law, uncached: Number, cached: Number) -> Number:
     return fixed + uncached * (per_token + per_pair * (cached + 0.5 * uncached))
 
 
-def stall_of(time: Number, queue: Number, rate: float) -> Number:
-    """Returns what those lose that come after a prompt while its worker is busy.
-
-    Who comes before the prompt's turn waits for all of it, who comes while it is computed for half
-    of it on average.
-    """
-    return rate * time * (queue + 0.5 * time)
-
-
 def share_to_free(
     load: tuple[Number, Number], need: tuple[float, float], room: tuple[Number, Number]
 ) -> FloatArray:

@@ -157,6 +157,7 @@ class JointPolicy:
     def _look(self, demand: Demand, now_s: float) -> "_Look":
         fleet, scores = self._fleet, self._scores
         laws = scores.refresh(now_s)
+        queue = scores.queue(now_s)
         tokens = np.minimum(demand.cached_tokens, float(demand.num_tokens))
         cached = np.zeros(fleet.capacity)
         cached[demand.cached_rows] = tokens
@@ -164,7 +165,7 @@ class JointPolicy:
         ask = Ask(
             now_s,
             laws.is_fitted,
-            scores.rate,
+            scores.crowding(queue, Role.PREFILL if demand.has_prefill_pool else Role.DECODE),
             demand.num_tokens,
             demand.num_samples,
             demand.num_kv_tokens,
@@ -174,10 +175,10 @@ class JointPolicy:
         )
         rows = [fleet.row_of(key) for key in demand.excluded]
         excluded = [row for row in rows if row is not None]
-        return _Look(ask, demand, laws, (demand.cached_rows, tokens), cached, excluded)
+        return _Look(ask, demand, laws, queue, (demand.cached_rows, tokens), cached, excluded)
 
     def _prompt_bound(self, look: "_Look") -> FloatArray:
-        own = self._scores.prompt_bound(look.laws, look.ask, look.found)
+        own = self._scores.prompt_bound(look.laws, look.ask, look.found, look.queue)
         own += self._scores.bias[Role.PREFILL]
         if look.excluded:
             own[look.excluded] = np.inf
@@ -187,7 +188,7 @@ class JointPolicy:
         own = self._scores.decode_bound(look.laws, look.ask, look.found)
         if not look.demand.has_prefill_pool and look.laws.is_fitted:
             # Whoever decodes computes the prompt as well.
-            own += self._scores.prompt_bound(look.laws, look.ask, look.found)
+            own += self._scores.prompt_bound(look.laws, look.ask, look.found, look.queue)
         own += self._scores.bias[Role.DECODE]
         if look.excluded:
             own[look.excluded] = np.inf
@@ -324,6 +325,7 @@ class _Look:
     ask: Ask
     demand: Demand
     laws: Laws
+    queue: FloatArray
     found: Cached
     cached: FloatArray
     """The tokens of the prompt that each row has."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pdserve.request import Role
-from router.cost import Laws, LawTable, prefill_cost, stall_of
+from router.cost import Laws, LawTable, prefill_cost
 from router.fleet import Fleet, FloatArray, IntArray
 from router.worker_key import WorkerKey
 
@@ -24,9 +24,6 @@ _TIE_PICKS = 1 << 16
 """Who was picked before these is as good as never picked."""
 _MANY = 64
 """Rows; if more have changed, all are reckoned anew."""
-
-_MIN_IDLE = 0.5
-"""Busy periods get no longer than if workers were idle for so much of the time."""
 
 Cached = tuple[IntArray, FloatArray]
 """Rows that have some of a prompt, and how many tokens of it."""
@@ -39,8 +36,8 @@ class Ask:
     now_s: float
     is_fitted: bool
     """Costs are seconds; else KV blocks."""
-    rate: float
-    """Of prompts that come behind it, see `Scores.rate`."""
+    crowding: float
+    """What others lose for each unit that its prompt costs, see `Scores.crowding`."""
     num_tokens: int
     num_samples: int
     kv_tokens: float
@@ -124,23 +121,6 @@ class Scores:
         """Of all prompts in a queue."""
         self._counts: FloatArray
         self._total_cost = self._num_prompts = 0.0
-        self._num_busy = 0
-        self._num_computing = 1
-        """Workers that prompts are meant for."""
-
-    @property
-    def rate(self) -> float:
-        """Prompts that a longer queue delays, for each unit of cost that is in it.
-
-        A worker that is always busy gets one prompt for each that it computes, and those in the
-        queues are such ones; how many workers are busy now says how often one is. Who comes while
-        a worker is busy keeps it busy for longer, and more come; but not without end, since they
-        can go elsewhere.
-        """
-        if self._num_prompts < 0.5 or self._total_cost <= 0:
-            return 0.0
-        busy = self._num_busy / self._num_computing
-        return self._num_prompts / self._total_cost * busy / max(1.0 - busy, _MIN_IDLE)
 
     def refresh(self, now_s: float) -> Laws:
         """Brings all up to date, and returns the laws that it is made of."""
@@ -168,19 +148,28 @@ class Scores:
         queue: FloatArray = np.maximum(self.rest, self.until_s - now_s)
         return queue
 
-    def prompt_bound(self, laws: Laws, ask: Ask, cached: Cached) -> FloatArray:
-        """Returns queue and prompt, and what both cost others, for all rows."""
+    def crowding(self, queue: FloatArray, role: Role) -> float:
+        """Returns how many prompts are delayed by one more, on average, in the pool that computes.
+
+        While any worker is idle, nobody need wait for work that is elsewhere. While all are busy,
+        all work is work that everybody waits for: until the shortest queue is empty, a busy worker
+        gets one prompt for each that it computes, and those in the queues are such ones.
+        """
+        if self._num_prompts < 0.5 or self._total_cost <= 0:
+            return 0.0
+        shortest = float((queue + self.bias[role]).min())
+        return shortest * self._num_prompts / self._total_cost if shortest < np.inf else 0.0
+
+    def prompt_bound(self, laws: Laws, ask: Ask, cached: Cached, queue: FloatArray) -> FloatArray:
+        """Returns queue and prompt, and what the prompt costs others, for all rows."""
         rows, tokens = cached
-        rate, queue = ask.rate, self.queue(ask.now_s)
+        weight = 1.0 + ask.crowding
         times = [prefill_cost(kind.prefill, float(ask.num_tokens), 0.0) for kind in laws.kinds]
-        # The sum of queue, time and `stall_of`, which is linear in the queue.
-        own: FloatArray = queue * laws.spread([1.0 + rate * time for time in times])
-        own += laws.spread([time + 0.5 * rate * time * time for time in times])
+        own: FloatArray = queue + laws.spread([weight * time for time in times])
         if len(rows):
             law = laws.kinds[1].prefill if laws.is_uniform else laws.prefill_of(rows)
             cost = prefill_cost(law, np.maximum(ask.num_tokens - tokens, 1.0), tokens)
-            near = queue[rows]
-            own[rows] = near + cost + stall_of(cost, near, rate)
+            own[rows] = queue[rows] + weight * cost
         return own
 
     def decode_bound(self, laws: Laws, ask: Ask, cached: Cached) -> FloatArray:
@@ -262,7 +251,6 @@ class Scores:
         before = self._counts.item(row)
         self._total_cost += cost - self._costs.item(row)
         self._num_prompts += count - before
-        self._num_busy += (count > 0) - (before > 0)
         self._costs[row], self._counts[row] = cost, count
 
     def _score_all(self, laws: Laws) -> None:
@@ -274,8 +262,6 @@ class Scores:
         queue = fleet.queue + fleet.others_queue
         self._costs, self._counts = (prefill * queue).sum(axis=0), queue[0].copy()
         self._total_cost, self._num_prompts = float(self._costs.sum()), float(self._counts.sum())
-        self._num_busy = int((self._counts > 0).sum())
-        self._num_computing = int(fleet.side(Role.PREFILL).sum()) or max(len(fleet), 1)
         if laws.is_fitted:
             self.rest = np.maximum(self._costs - (prefill * fleet.head).sum(axis=0), 0.0)
             self.until_s = self._costs + fleet.head_since_s

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from router.cost import prefill_cost, stall_of
+from router.cost import prefill_cost
 from router.fleet import FloatArray, IntArray
 from router.scores import Ask, Standing
 
@@ -29,7 +29,7 @@ class Sender(NamedTuple):
     time: float
     """Of computing the prompt."""
     stall: float
-    """What those lose that come behind it."""
+    """What others lose that wait while all workers are busy."""
     num_chunks: float
     extra: float
     """What counts besides the cost."""
@@ -97,7 +97,7 @@ def make_sender(ask: Ask, one: Standing, cached: float) -> Sender:
         one.row,
         queue,
         time,
-        stall_of(time, queue, ask.rate),
+        time * ask.crowding,
         math.ceil(uncached / one.chunk_tokens) or 1,
         one.tie + MISSED_WEIGHT * late if late > 0 else one.tie,
         one.transfer_fixed,
@@ -212,7 +212,7 @@ def local_way(ask: Ask, one: Standing, receiver: Receiver, cached: float) -> Way
         # Each chunk shares its step with those that decode, and holds all of them up.
         time = prefill_cost(one.prefill, uncached, cached)
         time += math.ceil(uncached / one.chunk_tokens) * step
-        stall = time * one.seqs / (one.seqs + 1.0) + stall_of(time, queue, ask.rate)
+        stall = time * (one.seqs / (one.seqs + 1.0) + ask.crowding)
         left = wait - queue if wait > queue else 0.0
         first = queue + left + time
     cost = first + stall + life

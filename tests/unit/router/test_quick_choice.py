@@ -143,7 +143,9 @@ def test_what_is_kept_is_what_a_new_look_would_find(profiles: tuple[Profile, ...
         assert np.allclose(kept.until_s, fresh.until_s)
         assert np.allclose(kept.step, fresh.step)
         assert all((np.isinf(kept.bias[role]) == np.isinf(fresh.bias[role])).all() for role in Role)
-        assert kept.rate == pytest.approx(fresh.rate)
+        queue = kept.queue(scene.clock.now())
+        crowding = fresh.crowding(queue, Role.PREFILL)
+        assert kept.crowding(queue, Role.PREFILL) == pytest.approx(crowding)
 
 
 def test_a_worker_that_others_wait_behind_is_worth_less_than_its_queue_says() -> None:
