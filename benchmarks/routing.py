@@ -45,13 +45,13 @@ class Case:
     slo: Slo = SLO
 
 
-def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
+def make_cases(trace: Path | None, num_requests: int, seed: int = SEED) -> list[Case]:
     """Makes the workloads; the first third of each only fills caches and queues."""
     lengths = Lengths()
     num_warm_up = num_requests // 3
     plain = Case(
         name="poisson",
-        workload=make_plain(num_requests, 190.0, lengths, SEED),
+        workload=make_plain(num_requests, 190.0, lengths, seed),
         num_prefill=8,
         num_decode=8,
         num_warm_up=num_warm_up,
@@ -62,7 +62,7 @@ def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
         replace(
             plain,
             name="gamma bursts",
-            workload=make_plain(num_requests, 160.0, lengths, SEED, shape=0.1),
+            workload=make_plain(num_requests, 160.0, lengths, seed, shape=0.1),
         ),
         Case(
             name="hot prefix",
@@ -70,7 +70,7 @@ def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
                 num_requests,
                 250.0,
                 Lengths(mean_prompt_tokens=300, mean_output_tokens=100),
-                SEED,
+                seed,
                 num_prefixes=96,
                 prefix_tokens=4096,
                 skew=0.6,
@@ -87,7 +87,7 @@ def make_cases(trace: Path | None, num_requests: int) -> list[Case]:
                 num_requests // 8,
                 9.0,
                 Lengths(mean_prompt_tokens=1500, mean_output_tokens=150),
-                SEED,
+                seed,
             ),
             num_prefill=4,
             num_decode=6,
@@ -134,11 +134,12 @@ def main() -> None:
     parser.add_argument("--only", help="one workload")
     parser.add_argument("--policies", help="some policies, with commas between them")
     parser.add_argument("--rate", type=float, default=1.0, help="speeds all workloads up")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the workloads that are made up")
     parser.add_argument("--output", type=Path, default=RESULTS / "routing.json")
     options = parser.parse_args()
     profile = replace(find_profile("h200", "llama-3-8b"), block_size=128)
     rows = []
-    for case in make_cases(options.trace, options.requests):
+    for case in make_cases(options.trace, options.requests, options.seed):
         if options.only not in (None, case.name):
             continue
         if options.rate != 1.0:
@@ -152,28 +153,28 @@ def main() -> None:
                     "workload": case.name,
                     "policy": policy,
                     "rate": options.rate,
+                    "seed": options.seed,
+                    "requests": options.requests,
                     "num_prefill": case.num_prefill,
                     "num_decode": case.num_decode,
                     "slo": asdict(case.slo),
                     **asdict(report),
                 }
             )
-    _write(options.output, rows, profile.worker_class, options.requests)
+    _write(options.output, rows, profile.worker_class)
 
 
-def _write(path: Path, rows: list[dict[str, object]], profile: str, num_requests: int) -> None:
-    """Writes rows into a file; those of other workloads and policies stay."""
+def _write(path: Path, rows: list[dict[str, object]], profile: str) -> None:
+    """Writes rows into a file; those of other workloads, policies, rates and seeds stay."""
     known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    fresh = {(row["workload"], row["policy"], row["rate"]) for row in rows}
-    kept = [row for row in known if (row["workload"], row["policy"], row["rate"]) not in fresh]
-    result = {
-        "benchmark": "routing",
-        "profile": profile,
-        "seed": SEED,
-        "requests": num_requests,
-        "rows": [*kept, *rows],
-    }
+    fresh = {_name(row) for row in rows}
+    kept = [row for row in known if _name(row) not in fresh]
+    result = {"benchmark": "routing", "profile": profile, "rows": [*kept, *rows]}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _name(row: dict[str, object]) -> tuple[object, ...]:
+    return tuple(row[field] for field in ("workload", "policy", "rate", "seed"))
 
 
 def _line(case: Case, policy: str, report: Report, took_s: float) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.report import RESULTS, machine, versions
 from simulation.cluster import Cluster
 from simulation.generators import Lengths, make_plain
-from simulation.journey import Outcome
 from simulation.profile_files import find_profile
+from simulation.record import Outcome
 from simulation.shape import ClusterShape
 
 MUST_S = 300.0

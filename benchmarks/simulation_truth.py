@@ -35,7 +35,7 @@ from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from simulation.cluster import Cluster
 from simulation.generators import Lengths, make_hot_prefix
-from simulation.journey import Outcome, Record
+from simulation.record import Outcome, Record
 from simulation.report import GapHistogram, Report, Slo, make_report
 from simulation.shape import ClusterRun, ClusterShape
 from simulation.workload import Workload

@@ -28,9 +28,10 @@ from loadtests.client import LoadClient  # noqa: E402
 from loadtests.meter import GENERATE, GOODPUT, ITL, TTFT, Event, Objectives  # noqa: E402
 from loadtests.sessions import SESSIONS, Ask, Sizes  # noqa: E402
 from loadtests.thresholds import RunFigures, Thresholds, missed  # noqa: E402
-from loadtests.traces import fit_prompt, read_trace  # noqa: E402
+from loadtests.traces import fit_prompt  # noqa: E402
 from pdserve.errors import PdserveError  # noqa: E402
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc  # noqa: E402
+from simulation.traces import read_trace  # noqa: E402
 
 logger = logging.getLogger("loadtests")
 
@@ -150,11 +151,11 @@ class TraceUser(InferenceUser):
         start_s = time.perf_counter()
         pool = Pool(_MAX_OPEN_OF_TRACE)
         try:
-            for number, request in enumerate(read_trace(Path(options.trace))):
+            for number, request in enumerate(read_trace(Path(options.trace)).arrivals):
                 if number % count != index:
                     continue
                 prompt_ids = fit_prompt(request, self.sizes, options.trace_scale)
-                wanted = max(1, round(request.output_tokens * options.trace_scale))
+                wanted = max(1, round(request.num_output_tokens * options.trace_scale))
                 ask = Ask(
                     wait_s=0.0,
                     prompt_ids=prompt_ids,

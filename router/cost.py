@@ -8,6 +8,7 @@ While the laws of a pool are not all known, everything is counted in KV blocks b
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +20,10 @@ from pdserve.predictor.predictor import (
     TransferSample,
 )
 from pdserve.request import Role
-from router.fleet import BoolArray, Fleet, FloatArray
+from router.fleet import BoolArray, Fleet, FloatArray, IntArray
+
+Number = TypeVar("Number", float, FloatArray)
+Law = tuple[float, float, float] | FloatArray
 
 REFRESH_S = 0.5
 """New coefficients count after this long at the latest."""
@@ -27,20 +31,59 @@ REFRESH_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laws:
-    """Coefficients by row, one array a coefficient."""
+    """Coefficients by kind of worker: those of one kind are alike; kind 0 is nobody."""
 
     is_fitted: bool
     """Costs are seconds; else KV blocks."""
+    kind_of: IntArray
+    """[rows]."""
     prefill: FloatArray
-    """[3, rows]."""
+    """[3, kinds]."""
     decode: FloatArray
-    """[3, rows]."""
+    """[3, kinds]."""
     transfer: FloatArray
-    """[2, rows], of the sender."""
+    """[2, kinds], of the sender."""
     handoff_per_token: FloatArray
-    """[rows] of receivers: what a token adds to a hand-off by the slowest sender."""
+    """[kinds] of receivers: what a token adds to a hand-off by the slowest sender."""
     knows_prefill: BoolArray
-    """[rows]: whether the prefill law is known; that of a decode worker may be missing."""
+    """[kinds]: whether the prefill law is known; that of a decode worker may be missing."""
+    kinds: tuple["KindLaws", ...]
+    """The same as plain numbers."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """All workers are alike: numbers do where arrays are needed otherwise."""
+        return len(self.kinds) == 2
+
+    def spread(self, values: list[float], rows: IntArray | None = None) -> FloatArray | float:
+        """Returns, of values by kind, those of all rows or of some; a number if all are alike."""
+        if self.is_uniform:
+            return values[1]
+        return np.array(values).take(self.kind_of if rows is None else self.kind_of[rows])
+
+    def prefill_of(self, rows: IntArray) -> FloatArray:
+        """Returns the prefill laws of some rows, [3, rows]."""
+        laws: FloatArray = self.prefill[:, self.kind_of[rows]]
+        return laws
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindLaws:
+    """Coefficients of one kind of worker."""
+
+    prefill: tuple[float, float, float]
+    decode: tuple[float, float, float]
+    transfer: tuple[float, float]
+    handoff: float
+    """What a token adds to a hand-off, by the slowest sender."""
+    knows_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    worker_class: str
+    kv_bytes_per_token: int
+    block_size: int
 
 
 class LawTable:
@@ -51,19 +94,26 @@ class LawTable:
         self._fleet = fleet
         self._predictor = predictor
         self._laws: Laws | None = None
-        self._version = 0
+        self._version: int | None = None
         self._made_at_s = 0.0
+        self._kinds: list[_Kind] = []
+        self._kind_of: IntArray = np.zeros(0, dtype=np.int64)
+        self._needed: set[tuple[str, type[Sample]]] = set()
+        """The laws that a choice needs."""
 
     def laws(self, now_s: float) -> Laws:
-        """Returns the columns as of this instant, or of a moment ago."""
+        """Returns the laws as of this instant, or of a moment ago."""
         laws = self._laws
         if (
             laws is None
             or self._version != self._fleet.version
             or not 0 <= now_s - self._made_at_s < REFRESH_S
         ):
+            if self._version != self._fleet.version:
+                self._sort_kinds()
+                self._version = self._fleet.version
             laws = self._laws = self._make()
-            self._version, self._made_at_s = self._fleet.version, now_s
+            self._made_at_s = now_s
         return laws
 
     def drain_s(self, num_tokens: float, role: Role, now_s: float) -> float | None:
@@ -75,68 +125,103 @@ class LawTable:
         usable = fleet.usable(role, (), now_s)
         if not laws.is_fitted or not usable.any():
             return None
-        fixed, per_token, per_pair = laws.prefill[:, usable]
+        fixed, per_token, per_pair = laws.prefill[:, laws.kind_of[usable]]
         chunk = fleet.chunk_tokens[usable]
         token_s = fixed / chunk + per_token + per_pair * chunk / 2
         return float(num_tokens / (1.0 / token_s).sum())
 
+    def _sort_kinds(self) -> None:
+        kinds: dict[_Kind, int] = {}
+        kind_of = np.zeros(self._fleet.capacity, dtype=np.int64)
+        decodes: set[str] = set()
+        prefills: set[str] = set()
+        for row, one in self._fleet.members():
+            kind = _Kind(one.worker_class, one.kv_bytes_per_token, one.block_size)
+            kind_of[row] = kinds.setdefault(kind, len(kinds) + 1)
+            (prefills if one.role is Role.PREFILL else decodes).add(one.worker_class)
+        self._kinds, self._kind_of = list(kinds), kind_of
+        self._needed = {(each, DecodeSample) for each in decodes}
+        self._needed |= {(each, PrefillSample) for each in prefills or decodes}
+        self._needed |= {(each, TransferSample) for each in prefills}
+
     def _make(self) -> Laws:
-        fleet = self._fleet
-        columns: dict[type[Sample], FloatArray] = {
-            PrefillSample: np.zeros((3, fleet.capacity)),
-            DecodeSample: np.zeros((3, fleet.capacity)),
-            TransferSample: np.zeros((2, fleet.capacity)),
+        classes = {kind.worker_class for kind in self._kinds}
+        found = {
+            (one, sample): self._predictor.law(one, sample)
+            for one in classes
+            for sample in (PrefillSample, DecodeSample, TransferSample)
         }
-        knows: dict[type[Sample], BoolArray] = {
-            kind: np.zeros(fleet.capacity, dtype=np.bool_) for kind in columns
-        }
-        found: dict[tuple[str, type[Sample]], tuple[float, ...] | None] = {}
-        for row, member in fleet.members():
-            for kind in columns:
-                name = member.worker_class, kind
-                if name not in found:
-                    found[name] = self._predictor.law(*name)
-                law = found[name]
-                if law is not None:
-                    columns[kind][:, row] = law
-                    knows[kind][row] = True
-        if not self._is_fitted(knows):
-            return in_blocks(fleet)
-        return Laws(
+        has_decode = any(sample is DecodeSample for _, sample in self._needed)
+        if not has_decode or any(found[name] is None for name in self._needed):
+            return self._in_blocks()
+
+        def columns(sample: type[Sample], num_terms: int) -> FloatArray:
+            none = (0.0,) * num_terms
+            laws = [found[kind.worker_class, sample] or none for kind in self._kinds]
+            return np.array([none, *laws]).T
+
+        sizes = np.array([0.0, *(kind.kv_bytes_per_token for kind in self._kinds)])
+        knows = [found[kind.worker_class, PrefillSample] is not None for kind in self._kinds]
+        transfer = columns(TransferSample, 2)
+        return self._with_kinds(
+            prefill=columns(PrefillSample, 3),
+            decode=columns(DecodeSample, 3),
+            transfer=transfer,
+            handoff_per_token=transfer[1].max() * sizes,
+            knows_prefill=np.array([False, *knows]),
             is_fitted=True,
-            prefill=columns[PrefillSample],
-            decode=columns[DecodeSample],
-            transfer=columns[TransferSample],
-            handoff_per_token=columns[TransferSample][1].max() * fleet.kv_bytes_per_token,
-            knows_prefill=knows[PrefillSample],
         )
 
-    def _is_fitted(self, knows: dict[type[Sample], BoolArray]) -> bool:
-        """Says whether every law that a choice needs is known."""
-        prefills = [row for row, one in self._fleet.members() if one.role is Role.PREFILL]
-        decodes = [row for row, one in self._fleet.members() if one.role is Role.DECODE]
-        needed: list[tuple[type[Sample], list[int]]] = [
-            (DecodeSample, decodes),
-            (PrefillSample, prefills or decodes),
-            (TransferSample, prefills),
-        ]
-        return bool(decodes) and all(knows[kind][rows].all() for kind, rows in needed)
+    def _in_blocks(self) -> Laws:
+        """Returns the laws that count KV blocks."""
+        per_token = np.array([0.0, *(1.0 / kind.block_size for kind in self._kinds)])
+        none = np.zeros(len(per_token))
+        return self._with_kinds(
+            prefill=np.array([none, per_token, none]),
+            decode=np.array([none, none, per_token]),
+            transfer=np.array([none, none]),
+            handoff_per_token=none,
+            knows_prefill=none == 0.0,
+            is_fitted=False,
+        )
 
-
-def in_blocks(fleet: Fleet) -> Laws:
-    """Returns the laws that count KV blocks."""
-    per_token = 1.0 / np.maximum(fleet.block_size, 1.0)
-    prefill = np.zeros((3, fleet.capacity))
-    decode = np.zeros((3, fleet.capacity))
-    prefill[1], decode[2] = per_token, per_token
-    return Laws(
-        is_fitted=False,
-        prefill=prefill,
-        decode=decode,
-        transfer=np.zeros((2, fleet.capacity)),
-        handoff_per_token=np.zeros(fleet.capacity),
-        knows_prefill=np.ones(fleet.capacity, dtype=np.bool_),
-    )
+    def _with_kinds(
+        self,
+        *,
+        prefill: FloatArray,
+        decode: FloatArray,
+        transfer: FloatArray,
+        handoff_per_token: FloatArray,
+        knows_prefill: BoolArray,
+        is_fitted: bool,
+    ) -> Laws:
+        columns = zip(
+            prefill.T.tolist(),
+            decode.T.tolist(),
+            transfer.T.tolist(),
+            handoff_per_token.tolist(),
+            knows_prefill.tolist(),
+            strict=True,
+        )
+        return Laws(
+            is_fitted=is_fitted,
+            kind_of=self._kind_of,
+            prefill=prefill,
+            decode=decode,
+            transfer=transfer,
+            handoff_per_token=handoff_per_token,
+            knows_prefill=knows_prefill,
+            kinds=tuple(
+                KindLaws(
+                    prefill=(p0, p1, p2),
+                    decode=(d0, d1, d2),
+                    transfer=(t0, t1),
+                    handoff=handoff,
+                    knows_prefill=knows,
+                )
+                for (p0, p1, p2), (d0, d1, d2), (t0, t1), handoff, knows in columns
+            ),
+        )
 
 
 def prefill_terms(num_tokens: float, num_context_tokens: float) -> tuple[float, float, float]:
@@ -144,63 +229,27 @@ def prefill_terms(num_tokens: float, num_context_tokens: float) -> tuple[float, 
     return (1.0, num_tokens, num_tokens * (num_context_tokens + num_tokens / 2))
 
 
-def queue_cost(fleet: Fleet, laws: Laws, now_s: float) -> FloatArray:
-    """Returns how long a prompt waits for those before it: what has passed of the first is over."""
-    cost: FloatArray = np.einsum("ij,ij->j", laws.prefill, fleet.queue + fleet.others_queue)
-    if laws.is_fitted:
-        head_s = np.einsum("ij,ij->j", laws.prefill, fleet.head)
-        np.subtract(cost, np.minimum(now_s - fleet.head_since_s, head_s), out=cost)
-        np.maximum(cost, 0.0, out=cost)
-    return cost
+def prefill_cost(law: Law, uncached: Number, cached: Number) -> Number:
+    """Returns what computing the uncached rest of a prompt takes, of one worker or of many."""
+    fixed, per_token, per_pair = law
+    return fixed + uncached * (per_token + per_pair * (cached + 0.5 * uncached))
 
 
-def prefill_cost(laws: Laws, uncached: FloatArray, cached: FloatArray) -> FloatArray:
-    """Returns what computing the uncached rest of a prompt takes."""
-    fixed, per_token, per_pair = laws.prefill
-    cost: FloatArray = fixed + uncached * (per_token + per_pair * (cached + 0.5 * uncached))
-    return cost
-
-
-def decode_load(fleet: Fleet, laws: Laws) -> tuple[FloatArray, FloatArray]:
-    """Returns the sequences that decode, and the tokens that they hold."""
-    seqs = fleet.num_seqs + fleet.others_seqs
-    if laws.is_fitted:
-        return seqs, fleet.kv_tokens + fleet.others_kv_tokens
-    # What sequences may grow to stands for the work that they still are.
-    return seqs, fleet.blocks * fleet.block_size + fleet.others_kv_tokens
-
-
-def step_cost(laws: Laws, seqs: FloatArray, kv_tokens: FloatArray) -> FloatArray:
-    """Returns what a step of decoding takes."""
-    fixed, per_sequence, per_token = laws.decode
-    cost: FloatArray = fixed + per_sequence * seqs + per_token * kv_tokens
-    return cost
-
-
-def room_wait_s(
-    fleet: Fleet,
-    need: tuple[float, float],
-    load: tuple[FloatArray, FloatArray],
-    life_s: FloatArray,
+def share_to_free(
+    load: tuple[Number, Number], need: tuple[float, float], room: tuple[Number, Number]
 ) -> FloatArray:
-    """Returns how long sequences wait until decode has room for them.
+    """Returns which part of its load a decode worker must lose before it has room for more.
+
+    Sequences end one after another over the time that one stays, and free their share.
 
     Args:
-        fleet: its members' sizes.
-        need: sequences, and tokens of KV.
-        load: the same of those that are there.
-        life_s: how long one of those stays.
+        load: sequences, and tokens of KV, that are there.
+        need: those that come.
+        room: those that fit.
     """
-    seqs, kv_tokens = load
-    missing_tokens = kv_tokens - fleet.room_tokens
-    missing_seqs = seqs - fleet.max_num_seqs
-    if missing_tokens.max() <= -need[1] and missing_seqs.max() <= -need[0]:
-        return np.zeros(len(seqs))
-    missing_tokens += need[1]
-    missing_seqs += need[0]
-    # Sequences end one after another over the time that one stays, and free their share.
-    share = np.maximum(
-        missing_tokens / np.maximum(kv_tokens, 1.0), missing_seqs / np.maximum(seqs, 1.0)
-    )
-    wait: FloatArray = life_s * np.clip(share, 0.0, 1.0)
-    return wait
+    shares = [
+        (held + more - place) / np.maximum(held, 1.0)
+        for held, more, place in zip(load, need, room, strict=True)
+    ]
+    share: FloatArray = np.clip(np.maximum(*shares), 0.0, 1.0)
+    return share

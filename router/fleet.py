@@ -77,6 +77,7 @@ class Fleet:
         self._groups: dict[bytes, int] = {}
         self._free: list[int] = []
         self._sides: dict[Role, BoolArray] = {}
+        self._watchers: list[set[int]] = []
         self._allocate(_FIRST_CAPACITY)
         self._add_rows(0)
 
@@ -133,6 +134,28 @@ class Fleet:
         """Returns the tokens of a worker's KV block."""
         return self._members[self._rows[key]].block_size
 
+    def watch(self) -> set[int]:
+        """Returns where rows are put whose load or availability changes; the caller clears it.
+
+        When workers join or leave, any row may have changed: `version` tells.
+        """
+        changed: set[int] = set()
+        self._watchers.append(changed)
+        return changed
+
+    def member_at(self, row: int) -> Member | None:
+        """Returns who has a row; None: nobody."""
+        return self._members.get(row)
+
+    def are_silent(self, rows: IntArray | slice, now_s: float) -> BoolArray:
+        """Says which workers were not heard for too long."""
+        are: BoolArray = self.heard_s[rows] < now_s - self._silence_s
+        return are
+
+    def is_any_silent(self, rows: IntArray, now_s: float) -> bool:
+        """Says whether one of some workers was not heard for too long."""
+        return len(rows) > 0 and bool(self.heard_s[rows].min() < now_s - self._silence_s)
+
     def members(self) -> Iterable[tuple[int, Member]]:
         """Returns all rows in use."""
         return self._members.items()
@@ -147,6 +170,7 @@ class Fleet:
         row = self._rows.get(key)
         if row is not None:
             self.is_available[row] = is_available
+            self._note_row(row)
 
     def hear(self, key: WorkerKey, now_s: float) -> None:
         """Notes that a worker's stream spoke."""
@@ -158,7 +182,7 @@ class Fleet:
         """Says of each row whether a worker of a pool is there that takes new work."""
         is_usable = self.heard_s >= now_s - self._silence_s
         is_usable &= self.is_available
-        is_usable &= self._side(role)
+        is_usable &= self.side(role)
         for key in excluded:
             row = self._rows.get(key)
             if row is not None:
@@ -201,11 +225,44 @@ class Fleet:
         """Notes that a worker was chosen."""
         self.num_picks += 1
         self.last_pick[row] = self.num_picks
+        self._note_row(row)
 
     def note_load(self, row: int) -> None:
         """Notes that this front's load at a worker has changed."""
         peaks = self._peaks
-        peaks[:, row] = np.maximum(peaks[:, row], self._own(row))
+        for number, own in enumerate(self._own(row)):
+            if own > peaks[number, row]:
+                peaks[number, row] = own
+        self._note_row(row)
+
+    def add_prompt(self, row: int, terms: tuple[float, float, float], sign: int = 1) -> None:
+        """Adds a prompt to what this front has in a worker's queue, or takes it away."""
+        for number, term in enumerate(terms):
+            self.queue[number, row] += sign * term
+        self._note_row(row)
+
+    def set_head(self, row: int, terms: tuple[float, float, float], since_s: float) -> None:
+        """Notes which prompt of this front is being computed."""
+        for number, term in enumerate(terms):
+            self.head[number, row] = term
+        self.head_since_s[row] = since_s
+        self._note_row(row)
+
+    def add_sequences(self, row: int, num_seqs: int, kv_tokens: float, blocks: int) -> None:
+        """Adds sequences to what this front has in a worker's batch; negative ones go."""
+        self.num_seqs[row] += num_seqs
+        self.kv_tokens[row] += kv_tokens
+        self.blocks[row] += blocks
+        self._note_row(row)
+
+    def add_to_link(self, row: int, transfer_s: float, now_s: float) -> None:
+        """Adds a hand-off to what a worker's link has to move."""
+        self.link_until_s[row] = max(self.link_until_s[row], now_s) + transfer_s
+        self._note_row(row)
+
+    def _note_row(self, row: int) -> None:
+        for changed in self._watchers:
+            changed.add(row)
 
     def _own(self, row: int) -> tuple[float, float]:
         """Returns this front's prompts in the queue, and its sequences."""
@@ -216,8 +273,12 @@ class Fleet:
         others = np.maximum(self._reported[:, row], self._shared[:, row])
         self.others_queue[:, row] = others[:NUM_TERMS]
         self.others_seqs[row], self.others_kv_tokens[row] = others[NUM_TERMS:]
+        rows = self._members if isinstance(row, slice) else (row,)
+        for changed in self._watchers:
+            changed.update(rows)
 
-    def _side(self, role: Role) -> BoolArray:
+    def side(self, role: Role) -> BoolArray:
+        """Says of each row whether a worker of a pool has it."""
         side = self._sides.get(role)
         if side is None:
             rows = [row for row, member in self._members.items() if member.role is role]
@@ -252,7 +313,7 @@ class Fleet:
         """Of sequences that this front sent to decode: how many, the tokens they will probably
         hold, and the blocks that they may grow to."""
         self.link_until_s = zeros()
-        """Until when the hand-offs that were planned keep a worker's link."""
+        """When a worker's link will have moved the hand-offs that were planned, in a row."""
         self.last_pick = zeros()
         self.others_queue = terms()
         """Of other fronts' prompts."""

@@ -5,9 +5,10 @@ both are full, some key there moves to its other bucket (cuckoo hashing: Pagh an
 buckets: Dietzfelbinger and Weidling 2007). So a look-up reads two cache lines, and nothing is left
 behind where a key was. All calls work on arrays.
 
-Each segment is spread anew when it gets full; the arrays are copied once for all of them. What a
-call takes is thus bounded by one segment or a multiple of its own keys, and by the copy, 18 bytes
-a key, once in 20 % of growth.
+Each segment is spread anew when it gets full. The buckets of all segments lie interleaved, the
+first of each, then the second of each: so the arrays get longer at their end, where they are, and
+ahead of need, a piece a call. What a call takes is thus bounded by one segment or a multiple of its
+own keys.
 """
 
 import numpy as np
@@ -21,10 +22,17 @@ _BUCKET = 8
 _MAX_FILL = 0.85
 _HARD_FILL = 0.94
 """Cuckoo hashing in buckets of eight goes to 0.98."""
-_SPREAD_PER_KEY = 16
-"""Keys that are spread anew for each one that comes, unless a segment is past the hard limit."""
-_GROWTH = 1.2
-_SEGMENT_BITS = 8
+_SPREADS_AT = 0.8
+"""So full a segment is due to be spread over more buckets."""
+_SPREAD_PER_KEY = 8
+"""Keys that are spread anew for each one that comes, unless a segment is past the hard limit. It is
+enough to get round before any is: the table grows by a sixth from one limit to the other."""
+_GROWTH = 1.15
+_EXTENDS_AT = 0.7
+"""So full a segment asks for longer arrays: some time before it needs them."""
+_EXTENSION_BYTES = 1 << 22
+"""That the arrays get longer by in one call, if that is soon enough."""
+_SEGMENT_BITS = 9
 _NUM_SEGMENTS = 1 << _SEGMENT_BITS
 _SEGMENT_SHIFT = np.uint64(64 - _SEGMENT_BITS)
 _MAX_KICKS = 200
@@ -88,7 +96,7 @@ class GranuleTable:
     def delete(self, slots: Slots) -> None:
         """Removes keys that were found."""
         self._keys.reshape(-1)[slots] = 0
-        segments = slots // (self._stride * _BUCKET)
+        segments = slots // _BUCKET % _NUM_SEGMENTS
         self._counts -= np.bincount(segments, minlength=_NUM_SEGMENTS)
 
     def insert(self, keys: Keys, values: Values) -> None:
@@ -96,7 +104,8 @@ class GranuleTable:
         added = np.bincount(self._segments_of(keys), minlength=_NUM_SEGMENTS)
         self._counts += added
         fill = self._counts / (self._num_buckets * _BUCKET)
-        crowded = np.flatnonzero(fill > _MAX_FILL)
+        self._extend_ahead(self._num_buckets[fill > _EXTENDS_AT])
+        crowded = np.flatnonzero(fill > _SPREADS_AT)
         if len(crowded):
             # All segments get full at about the same time: the fullest ones come first.
             crowded = crowded[np.argsort(-fill[crowded])]
@@ -108,8 +117,8 @@ class GranuleTable:
 
     def segment(self, index: int) -> Slots:
         """Returns the slots of all keys in a segment."""
-        size = self._stride * _BUCKET
-        return index * size + np.flatnonzero(self._keys.reshape(_NUM_SEGMENTS, size)[index])
+        buckets, places = np.nonzero(self._keys.reshape(-1, _NUM_SEGMENTS, _BUCKET)[:, index])
+        return (buckets * _NUM_SEGMENTS + index) * _BUCKET + places
 
     def _segments_of(self, keys: Keys) -> Slots:
         segments: Slots = ((keys * self._factor) >> _SEGMENT_SHIFT).astype(np.int64)
@@ -129,7 +138,8 @@ class GranuleTable:
     def _bucket(self, fractions: Keys, segments: Slots) -> Slots:
         """Returns the buckets at so many 2**32-ths of their segments."""
         buckets = (fractions * self._num_buckets.take(segments) >> _HALF).astype(np.int64)
-        buckets += segments * self._stride
+        buckets *= _NUM_SEGMENTS
+        buckets += segments
         return buckets
 
     def _find_in(self, buckets: Slots, keys: Keys) -> tuple[NDArray[np.bool_], Slots]:
@@ -190,15 +200,18 @@ class GranuleTable:
         needed = int(np.ceil(self._counts[segments].max() / (_BUCKET * _MAX_FILL)))
         if must_grow:
             needed = max(needed, int(self._num_buckets[segments].max()) + 1)
+        needed = max(needed, int(np.ceil(int(self._num_buckets[segments].min()) * _GROWTH)))
         if needed > self._stride:
-            self._widen(max(needed, int(np.ceil(self._stride * _GROWTH))))
-        keys = self._keys.reshape(_NUM_SEGMENTS, -1)
-        values = self._values.reshape(_NUM_SEGMENTS, -1)
+            self._extend(needed)
         at_once = max(1, _MAX_REHASH // (self._stride * _BUCKET))
         for start in range(0, len(segments), at_once):
             some = segments[start : start + at_once]
-            old_keys, old_values = keys[some], values[some]
-            keys[some] = 0
+            # Made anew for each turn: who places keys may extend the arrays.
+            keys = self._keys.reshape(-1, _NUM_SEGMENTS, _BUCKET)
+            values = self._values.reshape(-1, _NUM_SEGMENTS, _BUCKET)
+            num_buckets = int(self._num_buckets[some].max())
+            old_keys, old_values = keys[:num_buckets, some], values[:num_buckets, some]
+            keys[:num_buckets, some] = 0
             self._num_buckets[some] = self._stride
             is_used = old_keys != 0
             spread_keys, spread_values = old_keys[is_used], old_values[is_used]
@@ -206,12 +219,20 @@ class GranuleTable:
             for part in range(_NUM_PARTS):
                 self._place(spread_keys[part::_NUM_PARTS], spread_values[part::_NUM_PARTS])
 
-    def _widen(self, stride: int) -> None:
-        shape, old_shape = (_NUM_SEGMENTS, stride, _BUCKET), (_NUM_SEGMENTS, self._stride, _BUCKET)
-        keys, values = np.zeros(shape, np.uint64), np.zeros(shape, np.uint32)
-        keys[:, : self._stride] = self._keys.reshape(old_shape)
-        values[:, : self._stride] = self._values.reshape(old_shape)
-        self._keys, self._values = keys.reshape(-1, _BUCKET), values.reshape(-1, _BUCKET)
+    def _extend_ahead(self, num_buckets: Keys) -> None:
+        """Makes the arrays a piece longer if segments, which have so many buckets, need it soon."""
+        if not len(num_buckets):
+            return
+        wanted = int(np.ceil(int(num_buckets.max()) * _GROWTH))
+        if self._stride < wanted:
+            piece = _EXTENSION_BYTES // (_NUM_SEGMENTS * _BUCKET * (8 + 4))
+            self._extend(min(wanted, self._stride + max(piece, 1)))
+
+    def _extend(self, stride: int) -> None:
+        # In place: the allocator moves large arrays by their page tables, not by their bytes.
+        # Nothing else refers to them between calls.
+        self._keys.resize((stride * _NUM_SEGMENTS, _BUCKET), refcheck=False)
+        self._values.resize((stride * _NUM_SEGMENTS, _BUCKET), refcheck=False)
         self._stride = stride
 
 

@@ -5,6 +5,7 @@
 All calls work on arrays; of the sets in one call, no two are the same stored set.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ _MAP = 3
 _SHRINKS_AT = {2: 2, _MAP: 8}
 """So many members move to the kind before: half of what it holds, so that few go back and forth."""
 _FIRST_WORDS = 16
+_PIECE_BYTES = 1 << 22
+"""That stored sets get room for at once, beyond what is asked for."""
 
 
 class _Slab:
@@ -50,7 +53,7 @@ class _Slab:
         end = self._num_made + count - num_reused
         if end > len(self.items):
             assert end <= _SLOT_MASK, "the index is full"
-            self.items = _lengthen(self.items, max(end, len(self.items) * 5 // 4))
+            _lengthen(self.items, end)
         slots = np.concatenate((reused, np.arange(self._num_made, end)))
         self._num_made = end
         self.items[slots] = self._fill
@@ -60,7 +63,7 @@ class _Slab:
         """Takes slots back."""
         end = self._num_freed + len(slots)
         if end > len(self._freed):
-            self._freed = _lengthen(self._freed, max(end, len(self._freed) * 5 // 4))
+            _lengthen(self._freed, end)
         self._freed[self._num_freed : end] = slots
         self._num_freed = end
 
@@ -310,7 +313,12 @@ def _name(kind: int, slots: Slots) -> Sets:
     return (slots | kind << _KIND_SHIFT).astype(np.uint32)
 
 
-def _lengthen(old: NDArray[Any], length: int) -> NDArray[Any]:
-    new = np.zeros((length, *old.shape[1:]), old.dtype)
-    new[: len(old)] = old
-    return new
+def _lengthen(array: NDArray[Any], length: int) -> None:
+    """Makes an array longer where it is: the allocator moves large ones by their page tables.
+
+    It gets a quarter longer, but in pieces, so that no call waits for much memory to be cleared.
+    Nothing else refers to it between calls.
+    """
+    row_bytes = max(array.itemsize * math.prod(array.shape[1:]), 1)
+    piece = min(len(array) // 4, _PIECE_BYTES // row_bytes)
+    array.resize((max(length, len(array) + piece), *array.shape[1:]), refcheck=False)

@@ -67,7 +67,7 @@ class LoadBook:
         row = self.fleet.row_of(worker)
         if row is None:
             return
-        self.fleet.queue[:, row] += terms
+        self.fleet.add_prompt(row, terms)
         if len(queue) == 1:
             self._start_head(row, queue)
         self.fleet.note_load(row)
@@ -84,11 +84,15 @@ class LoadBook:
         self.fleet.note_load(row)
         self.fleet.note_pick(row)
 
-    def charge_link(self, worker: WorkerKey, until_s: float | None) -> None:
-        """Keeps a worker's link for a hand-off; None: nobody knows for how long."""
+    def charge_link(self, worker: WorkerKey, transfer_s: float | None) -> None:
+        """Adds a hand-off to what a worker's link has to move; None: nobody knows how long it is.
+
+        It counts from now on and not from when the prompt is computed: until then the link is free
+        for others.
+        """
         row = self.fleet.row_of(worker)
-        if row is not None and until_s is not None:
-            self.fleet.link_until_s[row] = max(self.fleet.link_until_s[row], until_s)
+        if row is not None and transfer_s is not None:
+            self.fleet.add_to_link(row, transfer_s, self._clock.now())
 
     def finish_prefill(self, request_id: RequestId, worker: WorkerKey) -> bool:
         """Takes a prompt off its worker's queue: it is computed, or will not be.
@@ -107,9 +111,9 @@ class LoadBook:
         if row is None:
             return True
         # Terms are multiples of a half: nothing is left behind when all of them are taken away.
-        self.fleet.queue[:, row] -= terms
+        self.fleet.add_prompt(row, terms, -1)
         if not queue:
-            self.fleet.head[:, row] = 0.0
+            self.fleet.set_head(row, (0.0, 0.0, 0.0), 0.0)
         elif was_head:
             self._start_head(row, queue)
         self.on_room()
@@ -159,7 +163,7 @@ class LoadBook:
         queue = self._queues.get(worker)
         if queue:
             for terms in queue.values():
-                self.fleet.queue[:, row] += terms
+                self.fleet.add_prompt(row, terms)
             self._start_head(row, queue)
         for charges in self._charges.values():
             charge = charges.get(worker)
@@ -176,8 +180,7 @@ class LoadBook:
         return self._charges.setdefault(request_id, {}).setdefault(worker, _Charge())
 
     def _start_head(self, row: int, queue: OrderedDict[RequestId, Terms]) -> None:
-        self.fleet.head[:, row] = next(iter(queue.values()))
-        self.fleet.head_since_s[row] = self._clock.now()
+        self.fleet.set_head(row, next(iter(queue.values())), self._clock.now())
 
     def _release_decode(self, request_id: RequestId, worker: WorkerKey) -> None:
         charge = self._charges.get(request_id, {}).get(worker)
@@ -189,10 +192,9 @@ class LoadBook:
         charge.decode = None
 
     def _add_decode(self, row: int, charge: DecodeCharge, sign: int) -> None:
-        fleet = self.fleet
-        fleet.num_seqs[row] += sign * charge.num_seqs
-        fleet.kv_tokens[row] += sign * charge.kv_tokens
-        fleet.blocks[row] += sign * charge.blocks
+        self.fleet.add_sequences(
+            row, sign * charge.num_seqs, sign * charge.kv_tokens, sign * charge.blocks
+        )
 
 
 def _do_nothing() -> None:

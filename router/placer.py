@@ -176,7 +176,7 @@ class InProcessPlacer:
         self._book.charge_prefill(query.request_id, computes, terms)
         if choice.prefill is not None:
             self.note_cached(choice.prefill, query.granules)
-            self._book.charge_link(choice.prefill, choice.link_until_s)
+            self._book.charge_link(choice.prefill, choice.transfer_s)
         return self._charge_decode(query, demand, choice, terms)
 
     def place_decode_and_tell(self, query: PlaceQuery, prefill: WorkerKey) -> Placed:
@@ -245,7 +245,7 @@ class InProcessPlacer:
         for request_id in query.followers:
             self._book.charge_decode(request_id, decode, follower)
         self.note_cached(decode, query.granules)
-        self._book.charge_link(decode, choice.link_until_s)
+        self._book.charge_link(decode, choice.transfer_s)
         return Placed(choice=choice, prompt=prompt, decode=charge, follower=follower)
 
     def _demand(self, query: PlaceQuery) -> Demand:

@@ -13,38 +13,34 @@ longer than the prefix is worth: seconds, or KV blocks while the predictor is no
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
-from router.candidates import Candidate, CandidateTable, Path
-from router.cost import (
-    Laws,
-    LawTable,
-    decode_load,
-    prefill_cost,
-    queue_cost,
-    room_wait_s,
-    step_cost,
-)
-from router.fleet import BoolArray, Fleet, FloatArray, IntArray
+from router.candidates import Candidate, CandidateTable, Pairs, Path
+from router.cost import Laws, LawTable, share_to_free
+from router.fleet import Fleet, FloatArray, IntArray
+from router.scores import Ask, Cached, Scores, decode_load
 from router.ways import (
+    LOCAL_LIST,
     MISSED_WEIGHT,
     SHORT_LIST,
-    DecodeSide,
-    PromptSide,
+    Near,
+    Receiver,
+    Sides,
     Way,
-    local_ways,
-    pair_ways,
+    all_pairs,
+    best_pair,
+    local_way,
+    make_receiver,
+    shorten,
 )
 from router.worker_key import WorkerKey as WorkerKey
 
-_TIE = 1e-6
-"""Costs that differ by less are equal."""
 _NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
@@ -91,13 +87,13 @@ class Choice:
     """The prefix hit expected where the prompt is computed."""
     cached_blocks: int
     table: CandidateTable
-    link_until_s: float | None = None
-    """Until when the hand-off keeps both links; None while nothing is predicted."""
+    transfer_s: float | None = None
+    """How long the hand-off takes both links; None while nothing is predicted."""
 
     @property
     def expected(self) -> Candidate:
         """What it should cost."""
-        return self.table.candidate(0)
+        return self.table.chosen()
 
 
 class Policy(Protocol):
@@ -126,156 +122,242 @@ class JointPolicy:
     def __init__(self, fleet: Fleet, table: LawTable) -> None:
         """Reads both, writes none."""
         self._fleet = fleet
-        self._table = table
+        self._scores = Scores(fleet, table)
 
     def choose(self, demand: Demand, now_s: float) -> Choice:
         """Chooses by the least cost over both paths, see `Policy`."""
-        fleet, laws = self._fleet, self._table.laws(now_s)
-        cached, tie = self._cached(demand), self._tie()
-        queue = queue_cost(fleet, laws, now_s)
-        side = self._decode_side(demand, cached, tie, now_s)
-        ways: list[Way] = []
-        slo_s = math.inf
-        if demand.ttft_slo_s is not None and laws.is_fitted:
-            slo_s = demand.ttft_slo_s
-        local = _local_side(side, queue, demand, laws)
-        if local is not None:
-            ways += local_ways(fleet, laws, local, queue, demand.num_tokens, slo_s)
+        look = self._look(demand, now_s)
+        far_own = self._decode_bound(look)
+        far = self._receivers(look, far_own)
+        local = self._local_ways(look, far, far_own)
+        sides: list[Sides] = []
         # In blocks the two paths cannot be compared: a short rest stays where it is cached.
-        if demand.has_prefill_pool and (laws.is_fitted or not ways):
-            usable = fleet.usable(Role.PREFILL, demand.excluded, now_s)
-            if usable.any():
-                uncached = np.maximum(demand.num_tokens - cached, 1.0)
-                time = prefill_cost(laws, uncached, cached)
-                own = queue + time
-                own += tie
-                own[~usable] = np.inf
-                prompt = PromptSide(own=own, queue=queue, time=time, uncached=uncached, tie=tie)
-                ways += self._pairs(prompt, side, laws, now_s, slo_s)
-            elif not ways:
+        if demand.has_prefill_pool and (look.laws.is_fitted or not local):
+            near_own = self._prompt_bound(look)
+            near = self._senders(look, near_own)
+            if near:
+                sides = self._pair_up(look, (near, near_own), (far, far_own))
+            elif not local:
                 raise NoWorker("no prefill worker is available")
-        if not ways:
-            raise NoWorker("no prefill worker has a compatible decode worker")
-        return self._pick(ways, cached, laws, now_s)
+        return self._pick(look, sides, local)
 
     def choose_decode(self, demand: Demand, prefill: WorkerKey, now_s: float) -> Choice:
-        """Chooses by what is left: the hand-off, the wait for room, the step."""
-        fleet, laws = self._fleet, self._table.laws(now_s)
+        """Chooses by what is left: the hand-off, the wait for room, the steps."""
+        fleet = self._fleet
         row = fleet.row_of(prefill)
         if row is None:
             raise NoWorker(f"worker {prefill.worker_id} is gone")
-        cached, tie = self._cached(demand), self._tie()
-        side = self._decode_side(demand, cached, tie, now_s, fleet.group == fleet.group[row])
-        none = np.zeros(fleet.capacity)
-        own = np.full(fleet.capacity, np.inf)
-        own[row] = 0.0
-        computed = PromptSide(own=own, queue=none, time=none, uncached=none + 1.0, tie=none)
-        return self._pick(pair_ways(fleet, laws, computed, side, now_s), cached, laws, now_s)
+        look = self._look(demand, now_s)
+        own = self._decode_bound(look)
+        own[fleet.group != fleet.group[row]] = np.inf
+        far = self._receivers(look, own)
+        computed = self._scores.standing(row).without_prompts(now_s)
+        return self._pick(look, [([(0.0, computed, 0.0)], far)], [])
 
-    def _decode_side(
-        self,
-        demand: Demand,
-        cached: FloatArray,
-        tie: FloatArray,
-        now_s: float,
-        is_of_group: BoolArray | None = None,
-    ) -> DecodeSide:
-        fleet, laws = self._fleet, self._table.laws(now_s)
-        usable = fleet.usable(Role.DECODE, demand.excluded, now_s)
-        if is_of_group is not None:
-            usable &= is_of_group
-        if not usable.any():
-            raise NoWorker("no decode worker is available")
-        usable &= self._that_fit(usable, demand)
-        uncached = demand.num_tokens - cached
-        seqs, kv_tokens = load = decode_load(fleet, laws)
-        added = demand.num_kv_tokens if laws.is_fitted else uncached
-        step = step_cost(laws, seqs + demand.num_samples, kv_tokens + added)
-        own = step + laws.handoff_per_token * uncached
-        own += tie
-        wait = missed = np.zeros(fleet.capacity)
-        if laws.is_fitted:
-            need = (demand.num_samples, demand.num_kv_tokens)
-            wait = room_wait_s(fleet, need, load, step * demand.num_expected_tokens)
-            own += wait
-            if demand.tpot_slo_s is not None:
-                missed = np.maximum(step - demand.tpot_slo_s, 0.0)
-                own += MISSED_WEIGHT * missed
-        own[~usable] = np.inf
-        return DecodeSide(
-            own=own, uncached=uncached, seqs=seqs, step=step, wait=wait, missed=missed, tie=tie
+    def _look(self, demand: Demand, now_s: float) -> "_Look":
+        fleet, scores = self._fleet, self._scores
+        laws = scores.refresh(now_s)
+        queue = scores.queue(now_s)
+        tokens = np.minimum(demand.cached_tokens, float(demand.num_tokens))
+        cached = np.zeros(fleet.capacity)
+        cached[demand.cached_rows] = tokens
+        tpot_slo_s, ttft_slo_s = demand.tpot_slo_s, demand.ttft_slo_s
+        ask = Ask(
+            now_s,
+            laws.is_fitted,
+            scores.crowding(queue, Role.PREFILL if demand.has_prefill_pool else Role.DECODE),
+            demand.num_tokens,
+            demand.num_samples,
+            demand.num_kv_tokens,
+            demand.num_expected_tokens,
+            math.inf if tpot_slo_s is None else tpot_slo_s,
+            math.inf if ttft_slo_s is None or not laws.is_fitted else ttft_slo_s,
         )
+        rows = [fleet.row_of(key) for key in demand.excluded]
+        excluded = [row for row in rows if row is not None]
+        return _Look(ask, demand, laws, queue, (demand.cached_rows, tokens), cached, excluded)
 
-    def _pairs(
-        self, prompt: PromptSide, side: DecodeSide, laws: Laws, now_s: float, slo_s: float
-    ) -> list[Way]:
+    def _prompt_bound(self, look: "_Look") -> FloatArray:
+        own = self._scores.prompt_bound(look.laws, look.ask, look.found, look.queue)
+        own += self._scores.bias[Role.PREFILL]
+        if look.excluded:
+            own[look.excluded] = np.inf
+        return own
+
+    def _decode_bound(self, look: "_Look") -> FloatArray:
+        own = self._scores.decode_bound(look.laws, look.ask, look.found)
+        if not look.demand.has_prefill_pool and look.laws.is_fitted:
+            # Whoever decodes computes the prompt as well.
+            own += self._scores.prompt_bound(look.laws, look.ask, look.found, look.queue)
+        own += self._scores.bias[Role.DECODE]
+        if look.excluded:
+            own[look.excluded] = np.inf
+        return own
+
+    def _senders(self, look: "_Look", own: FloatArray) -> Near:
+        """Returns the best few."""
+        fleet, now_s = self._fleet, look.ask.now_s
+        rows = shorten(own)
+        if fleet.is_any_silent(rows, now_s):
+            rows = shorten(np.where(fleet.are_silent(slice(None), now_s), np.inf, own))
+        standings = [self._scores.standing(row) for row in rows.tolist()]
+        return list(zip(own[rows].tolist(), standings, look.cached[rows].tolist(), strict=True))
+
+    def _receivers(
+        self,
+        look: "_Look",
+        own: FloatArray,
+        among: IntArray | None = None,
+        size: int = SHORT_LIST,
+    ) -> list[Receiver]:
+        """Returns the best few, by the bound if that says all of them, else by all that counts.
+
+        Args:
+            look: the choice.
+            own: bounds of all workers.
+            among: looks at these alone.
+            size: how many are few.
+
+        Raises:
+            NoWorker: there is nobody at all.
+            TooLong: nobody can ever hold the request.
+        """
+        rows = _best_rows(own, among, size)
+        found = self._receivers_at(look, rows)
+        if found and not [one for one in found if one.wait or one.missed]:
+            fits = self._fleet.room_tokens[rows].min() >= look.max_tokens
+            if fits and not self._fleet.is_any_silent(rows, look.ask.now_s):
+                return found
+        rows = _best_rows(self._full_cost(look, own), among, size)
+        return self._receivers_at(look, rows)
+
+    def _receivers_at(self, look: "_Look", rows: IntArray) -> list[Receiver]:
+        ask, standing = look.ask, self._scores.standing
+        places = zip(rows.tolist(), look.cached[rows].tolist(), strict=True)
+        return [make_receiver(ask, standing(row), cached) for row, cached in places]
+
+    def _full_cost(self, look: "_Look", own: FloatArray) -> FloatArray:
+        """Returns all costs, with what bounds leave out; raises as `_receivers`."""
+        fleet, ask, laws = self._fleet, look.ask, look.laws
+        own = np.where(fleet.are_silent(slice(None), ask.now_s), np.inf, own)
+        usable = np.flatnonzero(own < np.inf)
+        if not len(usable):
+            raise NoWorker("no decode worker is available")
+        fits = fleet.room_tokens >= look.max_tokens
+        if not fits[usable].any():
+            raise _too_long(fleet, usable, look.demand)
+        own[~fits] = np.inf
+        if laws.is_fitted:
+            need = ask.num_samples, ask.kv_tokens
+            step = self._scores.step_with(laws, *need)
+            share = share_to_free(
+                decode_load(fleet, laws), need, (fleet.max_num_seqs, fleet.room_tokens)
+            )
+            own += step * max(ask.life_tokens, 1.0) * share
+            own += MISSED_WEIGHT * np.maximum(step - ask.tpot_slo_s, 0.0)
+        return own
+
+    def _local_ways(self, look: "_Look", far: list[Receiver], own: FloatArray) -> list[Way]:
+        """Returns the ways of those that may compute the prompt, or its rest, and decode."""
+        demand = look.demand
+        if demand.has_prefill_pool:
+            if not demand.max_local_tokens:
+                return []
+            if demand.num_tokens > demand.max_local_tokens:
+                rows, tokens = look.found
+                rows = rows[tokens >= demand.num_tokens - demand.max_local_tokens]
+                if not len(rows):
+                    return []
+                far = self._receivers(look, own, rows, LOCAL_LIST)
+            far = [one for one in far if self._scores.standing(one.row).knows_prefill]
+            far = far[:LOCAL_LIST]
+        return [
+            local_way(look.ask, self._scores.standing(one.row), one, look.cached.item(one.row))
+            for one in far
+        ]
+
+    def _pair_up(
+        self, look: "_Look", near: tuple[Near, FloatArray], far: tuple[list[Receiver], FloatArray]
+    ) -> list[Sides]:
+        """Returns the sides that may be paired: for each geometry, the best few of each side."""
         fleet = self._fleet
         if fleet.num_groups == 1:
-            return pair_ways(fleet, laws, prompt, side, now_s, slo_s)
-        ways: list[Way] = []
+            return [(near[0], far[0])]
+        sides: list[Sides] = []
         for group in range(fleet.num_groups):
             others = fleet.group != group
-            near = replace(prompt, own=np.where(others, np.inf, prompt.own))
-            far = replace(side, own=np.where(others, np.inf, side.own))
-            ways += pair_ways(fleet, laws, near, far, now_s, slo_s)
-        return ways
+            senders = self._senders(look, np.where(others, np.inf, near[1]))
+            try:
+                receivers = self._receivers(look, np.where(others, np.inf, far[1]))
+            except (NoWorker, TooLong):
+                continue
+            sides.append((senders, receivers))
+        return sides
 
-    def _cached(self, demand: Demand) -> FloatArray:
-        cached = np.zeros(self._fleet.capacity)
-        if len(demand.cached_rows):
-            cached[demand.cached_rows] = np.minimum(demand.cached_tokens, demand.num_tokens)
-        return cached
-
-    def _tie(self) -> FloatArray:
-        """Returns something small that is larger for who was picked later."""
-        tie: FloatArray = self._fleet.last_pick * (_TIE / (self._fleet.num_picks + 1))
-        return tie
-
-    def _that_fit(self, usable: BoolArray, demand: Demand) -> BoolArray:
-        fleet = self._fleet
-        # A worker holds whole blocks, so tokens can be compared instead of blocks.
-        fits: BoolArray = fleet.room_tokens >= demand.num_tokens + demand.num_growth_tokens
-        if not (fits & usable).any():
-            largest = int(fleet.total_blocks[usable].max())
-            size = fleet.block_size[usable].max()
-            need = -(-(demand.num_tokens + demand.num_growth_tokens) // int(size))
-            raise TooLong("prompt", need, f"at most {largest} KV blocks with its output")
-        return fits
-
-    def _pick(self, ways: list[Way], cached: FloatArray, laws: Laws, now_s: float) -> Choice:
-        keys = self._fleet.keys
-        best = sorted(ways, key=attrgetter("rank"))[:SHORT_LIST]
-        pairs = tuple(
-            [
-                (None if way.computes == way.decodes else keys[way.computes], keys[way.decodes])
-                for way in best
-            ]
-        )
-        first, (prefill, decode) = best[0], pairs[0]
-        num_cached = int(cached[first.computes])
+    def _pick(self, look: "_Look", sides: list[Sides], local: list[Way]) -> Choice:
+        ask, fleet = look.ask, self._fleet
+        ways = [way for side in sides if (way := best_pair(ask, *side)) is not None]
+        if not ways and not local:
+            raise NoWorker("no prefill worker has a compatible decode worker")
+        best, keys = min(ways + local), self._scores.keys
+        num_cached = look.cached.item(best.computes)
+        pairs = (_pair_of(best, keys),)
         return Choice(
-            prefill=prefill,
-            decode=decode,
-            path="local" if prefill is None else "disaggregated",
-            cached_tokens=num_cached,
-            cached_blocks=int(num_cached // self._fleet.block_size[first.computes]),
+            prefill=pairs[0][0],
+            decode=pairs[0][1],
+            path="local" if pairs[0][0] is None else "disaggregated",
+            cached_tokens=int(num_cached),
+            cached_blocks=int(num_cached // fleet.block_size.item(best.computes)),
             table=CandidateTable(
-                is_in_seconds=laws.is_fitted,
-                terms=np.array([way.terms for way in best]),
+                is_in_seconds=ask.is_fitted,
+                terms=np.array((best.terms,)),
                 pairs=pairs,
+                find_all=partial(_find_all, ask, sides, local, best, keys),
             ),
-            link_until_s=now_s + first.landed if laws.is_fitted else None,
+            transfer_s=best.transfer if ask.is_fitted else None,
         )
 
 
-def _local_side(
-    side: DecodeSide, queue: FloatArray, demand: Demand, laws: Laws
-) -> DecodeSide | None:
-    """Returns who may compute the whole prompt, or its rest, and decode; None: nobody."""
-    if not demand.has_prefill_pool:
-        return replace(side, own=side.own + queue) if laws.is_fitted else side
-    if not demand.max_local_tokens:
-        return None
-    is_near = (side.uncached <= demand.max_local_tokens) & laws.knows_prefill
-    own = np.where(is_near, side.own, np.inf)
-    return replace(side, own=own) if own.min() < np.inf else None
+@dataclass(slots=True)
+class _Look:
+    """One choice to be made. Not frozen: that takes longer to make."""
+
+    ask: Ask
+    demand: Demand
+    laws: Laws
+    queue: FloatArray
+    found: Cached
+    cached: FloatArray
+    """The tokens of the prompt that each row has."""
+    excluded: list[int]
+
+    @property
+    def max_tokens(self) -> int:
+        """That it may come to hold; workers hold whole blocks, so tokens can be compared."""
+        return self.demand.num_tokens + self.demand.num_growth_tokens
+
+
+def _find_all(
+    ask: Ask, sides: list[Sides], local: list[Way], chosen: Way, keys: tuple[WorkerKey, ...]
+) -> tuple[FloatArray, Pairs]:
+    """Returns the best ways, the chosen one first."""
+    ways = [way for side in sides for way in all_pairs(ask, *side)] + local
+    others = sorted(way for way in ways if way[1:3] != chosen[1:3])
+    best = [chosen, *others][:SHORT_LIST]
+    return np.array([way.terms for way in best]), tuple(_pair_of(way, keys) for way in best)
+
+
+def _pair_of(way: Way, keys: tuple[WorkerKey, ...]) -> tuple[WorkerKey | None, WorkerKey]:
+    is_local = way.computes == way.decodes
+    return None if is_local else keys[way.computes], keys[way.decodes]
+
+
+def _best_rows(own: FloatArray, among: IntArray | None, size: int) -> IntArray:
+    return shorten(own, size) if among is None else among[shorten(own[among], size)]
+
+
+def _too_long(fleet: Fleet, rows: IntArray, demand: Demand) -> TooLong:
+    largest = int(fleet.total_blocks[rows].max())
+    size = int(fleet.block_size[rows].max())
+    need = -(-(demand.num_tokens + demand.num_growth_tokens) // size)
+    return TooLong("prompt", need, f"at most {largest} KV blocks with its output")

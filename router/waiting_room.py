@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pdserve.request import Role
 from pdserve.timeline import Clock
 from router.fair_queue import FairQueue, Turn
+from router.fleet import Fleet
 from router.load_book import LoadBook
 
 STEPS_AHEAD = 2.0
@@ -91,12 +92,15 @@ class WaitingRoom:
             self._look_again()
 
     def _has_room(self, role: Role) -> bool:
-        """Says whether a worker would soon be idle, or no worker is there to wait for."""
-        fleet = self._book.fleet
-        rows = fleet.usable(role, (), self._clock.now()).nonzero()[0]
-        if not len(rows):
-            return True
-        work = fleet.queue[:2, rows] + fleet.others_queue[:2, rows]
-        is_short = work[0] < PROMPTS_AHEAD
-        is_short |= work[1] < STEPS_AHEAD * fleet.chunk_tokens[rows]
-        return bool(is_short.any())
+        return has_room(self._book.fleet, role, self._clock.now())
+
+
+def has_room(fleet: Fleet, role: Role, now_s: float) -> bool:
+    """Says whether a worker of a pool would soon be idle, or none is there to wait for."""
+    rows = fleet.usable(role, (), now_s).nonzero()[0]
+    if not len(rows):
+        return True
+    work = fleet.queue[:2, rows] + fleet.others_queue[:2, rows]
+    is_short = work[0] < PROMPTS_AHEAD
+    is_short |= work[1] < STEPS_AHEAD * fleet.chunk_tokens[rows]
+    return bool(is_short.any())

@@ -18,20 +18,21 @@ from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
 from pdserve.request import Incarnation, Request, RequestId, Role, SamplingParams, WorkerId
 from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
 from router.admission import Admission
-from router.placer import PlaceQuery
 from router.policy import Choice
 from router.slo import TooLate
 from router.worker_key import WorkerKey
 from simulation.clock import EventQueue, without_collector
 from simulation.decode_node import DecodeNode
 from simulation.handoffs import Handoff, Handoffs
-from simulation.journey import Journey, Outcome
+from simulation.journey import Journey
 from simulation.pace import Pace
 from simulation.piece_chain import PieceChain
 from simulation.prefill_node import PrefillNode
+from simulation.record import Outcome
 from simulation.routing import Brain, PolicyMaker, make_joint_policy
 from simulation.schedulers import make_decode_scheduler, make_prefill_scheduler
 from simulation.shape import ClusterRun, ClusterShape
+from simulation.turns import Turns, Waiting
 from simulation.workload import Arrival, Workload
 
 _FIRST_OUTPUT_CONTENT = 2**31
@@ -47,20 +48,21 @@ class Cluster:
         self.shape = shape
         self.queue = EventQueue()
         self._brain = Brain(
-            {
-                shape.prefill.worker_class: shape.prefill,
-                shape.decode.worker_class: shape.decode,
-            }.values(),
+            {one.worker_class: one for one in (shape.prefill, shape.decode)}.values(),
             self.queue,
             make_policy=make_policy,
             max_local_tokens=shape.max_local_tokens,
         )
+        self._brain.caches.has_work = lambda: bool(self._journeys)
         self._admission = Admission(shape.max_queued, shape.max_in_flight)
         self._handoffs = Handoffs(shape.prefill, shape.control_s, self.queue, self)
         self._prefills: dict[WorkerKey, PrefillNode] = {}
         self._decodes: dict[WorkerKey, DecodeNode] = {}
         self._journeys: dict[RequestId, Journey] = {}
         self._incarnations = count(1)
+        self._turns = Turns(
+            self._brain, self.queue, lambda request_id: self._place(self._journeys[request_id])
+        )
         self.run_so_far = ClusterRun()
         for number in range(shape.num_prefill):
             self.add_worker(Role.PREFILL, WorkerId(f"prefill-{number}"))
@@ -71,11 +73,12 @@ class Cluster:
         """Starts a worker, which takes requests at once."""
         key = WorkerKey(worker_id, Incarnation(next(self._incarnations)))
         profile = self.shape.prefill if role is Role.PREFILL else self.shape.decode
+        granules = self._brain.join(key, role, profile)
         if role is Role.PREFILL:
-            prefill = make_prefill_scheduler(self.shape, self.queue, self._chain_of)
+            prefill = make_prefill_scheduler(self.shape, self.queue, self._chain_of, granules)
             self._prefills[key] = PrefillNode(key, prefill, Pace(profile), self.queue, self)
         else:
-            decode = make_decode_scheduler(self.shape, self.queue, self._chain_of)
+            decode = make_decode_scheduler(self.shape, self.queue, self._chain_of, granules)
             self._decodes[key] = DecodeNode(
                 key,
                 decode,
@@ -85,7 +88,6 @@ class Cluster:
                 self._token_of,
                 skips_steps=self.shape.skips_steps,
             )
-        self._brain.join(key, role, profile)
         return key
 
     @property
@@ -114,12 +116,12 @@ class Cluster:
         if worker in self._prefills:
             prefill = self._prefills.pop(worker)
             prefill.is_dead = True
-            self._note_busy(Role.PREFILL, prefill.busy_s)
+            self.run_so_far.busy_s[Role.PREFILL].append(prefill.busy_s)
         else:
             decode = self._decodes.pop(worker)
             decode.book_until_now()
             decode.is_dead = True
-            self._note_busy(Role.DECODE, decode.busy_s)
+            self.run_so_far.busy_s[Role.DECODE].append(decode.busy_s)
             lost = decode.scheduler.drain()
         self.queue.after(self.shape.detect_s, lambda: self._lost_worker(worker, lost))
 
@@ -132,10 +134,8 @@ class Cluster:
         for journey in tuple(self._journeys.values()):
             self._finish(journey, Outcome.UNFINISHED)
         result = self.run_so_far
-        for prefill in self._prefills.values():
-            self._note_busy(Role.PREFILL, prefill.busy_s)
-        for decode in self._decodes.values():
-            self._note_busy(Role.DECODE, decode.busy_s)
+        result.busy_s[Role.PREFILL] += [one.busy_s for one in self._prefills.values()]
+        result.busy_s[Role.DECODE] += [one.busy_s for one in self._decodes.values()]
         result.end_s, result.num_events = self.queue.now(), self.queue.num_done
         return result
 
@@ -164,13 +164,32 @@ class Cluster:
             return
         journey.is_admitted = True
         self._journeys[request.request_id] = journey
-        self.queue.after(self.shape.router_s, lambda: self._place(journey))
+        self._brain.caches.wake()
+        self.queue.after(self.shape.router_s, lambda: self._wait_for_turn(journey))
+
+    def _wait_for_turn(self, journey: Journey) -> None:
+        query, shape = journey.query(self.shape, self.queue.now()), self.shape
+        role = Role.PREFILL if query.has_prefill_pool else Role.DECODE
+        num_before = self._turns.tokens_before(journey.arrival.priority)
+        wait_s = self._brain.drain_s(num_before, role) if num_before else None
+        if query.ttft_slo_s is not None and wait_s is not None and wait_s > query.ttft_slo_s:
+            self._finish(journey, Outcome.REFUSED)
+        elif shape.has_waiting_room:
+            turn = Waiting(
+                request_id=journey.request_id,
+                priority=journey.arrival.priority,
+                tenant=journey.arrival.tenant,
+                uncached_tokens=self._brain.expect_uncached(query),
+            )
+            self._turns.wait(turn, role)
+        else:
+            self._place(journey)
 
     def _place(self, journey: Journey) -> None:
         if journey.request_id not in self._journeys:
             return
         try:
-            choice = self._brain.place(self._query(journey))
+            choice = self._brain.place(journey.query(self.shape, self.queue.now()))
         except TooLate:
             self._finish(journey, Outcome.REFUSED)
             return
@@ -309,7 +328,9 @@ class Cluster:
             handoff.prefill.cancel(journey.request_id)
             self._try_again(journey, journey.request.num_emitted)
             return
-        query = replace(self._query(journey), excluded=frozenset(journey.tried))
+        query = replace(
+            journey.query(self.shape, self.queue.now()), excluded=frozenset(journey.tried)
+        )
         try:
             journey.decode = self._brain.place_decode(query, handoff.prefill.key)
         except NoWorker:
@@ -336,26 +357,6 @@ class Cluster:
         journey.tried.clear()
         self._brain.keep_only(journey.request_id, ())
         self._place(journey)
-
-    def _query(self, journey: Journey) -> PlaceQuery:
-        request = journey.request
-        return PlaceQuery(
-            request_id=request.request_id,
-            num_tokens=len(request.token_ids),
-            num_growth_tokens=request.sampling.max_tokens - request.num_emitted,
-            granules=journey.granules,
-            may_be_local=self.shape.max_local_tokens > 0,
-            has_prefill_pool=self.shape.num_prefill > 0,
-            tpot_slo_s=self.shape.tpot_slo_s,
-            ttft_slo_s=self._ttft_left_s(journey),
-        )
-
-    def _ttft_left_s(self, journey: Journey) -> float | None:
-        """Returns the time in which its first token is wanted; None if none is, or it came."""
-        wanted_s = self.shape.ttft_slo_s
-        if wanted_s is None or journey.first_s is not None or journey.request.attempt > 1:
-            return None
-        return wanted_s - (self.queue.now() - journey.arrival.at_s)
 
     def _keep_holders(self, journey: Journey) -> None:
         holders = tuple(key for key in (journey.prefill, journey.decode) if key is not None)
@@ -394,6 +395,3 @@ class Cluster:
             chain = chain.fork()
         chain.append_copies(journey.token, request.num_emitted)
         return chain
-
-    def _note_busy(self, role: Role, seconds: float) -> None:
-        self.run_so_far.busy_s[role].append(seconds)

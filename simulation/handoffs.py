@@ -8,7 +8,8 @@ What is left out: frames (a chunk is sent as a whole), leases, checks of envelop
 reservation is asked for ahead of the computing and holds blocks, chunks are sent while the next is
 computed, the commit waits for the last byte, prefill's blocks are held until the answer.
 
-A worker sends, and receives, one transfer at a time.
+A worker moves its transfers in the order in which they became ready, those of all its links at one
+worker's rate. A transfer that waits for one of its ends does not hold up the other end.
 """
 
 from collections.abc import Sequence
@@ -176,10 +177,13 @@ class Handoffs:
             return
         num_new = handoff.num_computed - handoff.num_sent
         if num_new > 0:
-            begin_s = max(now_s, handoff.sent_s, handoff.prefill.link_free_s, decode.link_free_s)
             took_s = self._profile.transfer_s(num_new * self._profile.kv_bytes_per_token)
-            handoff.sent_s = begin_s + took_s
-            handoff.prefill.link_free_s = decode.link_free_s = handoff.sent_s
+            # Each pair of workers has a link of its own, so that nobody waits for a peer of
+            # another pair: what two links share is only what either worker can move.
+            ends = handoff.prefill, decode
+            for end in ends:
+                end.link_free_s = max(now_s, end.link_free_s) + took_s
+            handoff.sent_s = max(handoff.sent_s + took_s, *(end.link_free_s for end in ends))
             handoff.num_sent = handoff.num_computed
         if handoff.has_token:
             handoff.stage = PrefillStage.COMMITTED

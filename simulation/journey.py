@@ -1,26 +1,14 @@
-"""One request's way through a simulated cluster, and what is known of it at its end."""
+"""One request's way through a simulated cluster."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from pdserve.request import Request, RequestId
+from router.placer import PlaceQuery
 from router.worker_key import WorkerKey
 from simulation.piece_chain import PieceChain
+from simulation.record import Outcome, Record
+from simulation.shape import ClusterShape
 from simulation.workload import Arrival
-
-
-class Outcome(StrEnum):
-    """How a request ended."""
-
-    DONE = "done"
-    REFUSED = "refused"
-    """By admission, before anything was computed."""
-    TOO_LONG = "too long"
-    """No worker could ever hold it."""
-    FAILED = "failed"
-    """Too many attempts."""
-    UNFINISHED = "unfinished"
-    """The simulation ended first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +43,24 @@ class Journey:
         """Of all attempts."""
         return self.request.request_id
 
-    def record(self) -> "Record":
+    def query(self, shape: ClusterShape, now_s: float) -> PlaceQuery:
+        """Returns what the router is asked for its present attempt."""
+        request, ttft_slo_s = self.request, shape.ttft_slo_s
+        if self.first_s is not None or request.attempt > 1:
+            # The first token came, or the request is not refused any more.
+            ttft_slo_s = None
+        return PlaceQuery(
+            request_id=request.request_id,
+            num_tokens=len(request.token_ids),
+            num_growth_tokens=request.sampling.max_tokens - request.num_emitted,
+            granules=self.granules,
+            may_be_local=shape.max_local_tokens > 0,
+            has_prefill_pool=shape.num_prefill > 0,
+            tpot_slo_s=shape.tpot_slo_s,
+            ttft_slo_s=None if ttft_slo_s is None else ttft_slo_s - (now_s - self.arrival.at_s),
+        )
+
+    def record(self) -> Record:
         """Returns what a report needs."""
         arrival = self.arrival
         return Record(
@@ -80,21 +85,3 @@ class Journey:
             return None
         gaps = self.arrival.num_output_tokens - 1
         return (self.last_s - self.first_s) / gaps if gaps else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """What became of one request."""
-
-    at_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    cached_tokens: int
-    ttft_s: float | None
-    tpot_s: float | None
-    """Mean time from one token to the next; 0 for a single one."""
-    hand_over_s: float | None
-    """From the first token to the second: where the hand-off shows."""
-    end_s: float | None
-    attempts: int
-    outcome: Outcome

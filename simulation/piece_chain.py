@@ -24,6 +24,9 @@ class PieceChain(HashChain):
         self._runs: list[Piece] = []
         self._blocks: list[tuple[int, ...]] = []
         """Of each full block: content and length of each run, or the content alone."""
+        self._keys: list[int] = []
+        """The same hashes as numbers."""
+        self._granule_blocks = GRANULE_TOKENS // block_size
         self._rest: tuple[int, ...] = ()
         self._num_rest = 0
         self._num_tokens = 0
@@ -78,7 +81,7 @@ class PieceChain(HashChain):
         twin = PieceChain((), self.block_size)
         twin._runs = self._runs.copy()
         twin._blocks = self._blocks.copy()
-        twin._hashes = self._hashes.copy()
+        twin._hashes, twin._keys = self._hashes.copy(), self._keys.copy()
         twin._rest, twin._num_rest = self._rest, self._num_rest
         twin._num_tokens, twin._last_hash = self._num_tokens, self._last_hash
         return twin
@@ -100,15 +103,18 @@ class PieceChain(HashChain):
         """Returns what tells a full block from others: its runs."""
         return self._blocks[index]
 
+    def granule_key(self, index: int) -> int:
+        """Returns the key of a full granule: blocks divide it, see `ClusterShape`."""
+        return self._keys[self._granule_blocks * (index + 1) - 1]
+
     def granules(self) -> tuple[int, ...]:
         """Returns keys for the router's index, one for each full granule."""
-        step = max(GRANULE_TOKENS // self.block_size, 1)
-        hashes = self._hashes[step - 1 :: step]
-        return tuple(int.from_bytes(one, "little") for one in hashes)
+        return tuple(self._keys[self._granule_blocks - 1 :: self._granule_blocks])
 
     def _close(self, block: tuple[int, ...]) -> None:
         # Of numbers, so it is the same in every process.
         self._last_hash = hash((self._last_hash, block)) & _MASK
+        self._keys.append(self._last_hash)
         self._hashes.append(BlockHash(self._last_hash.to_bytes(8, "little")))
         self._blocks.append(block)
         self._rest, self._num_rest = (), 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.request import Role
-from simulation.journey import Outcome, Record
+from simulation.record import Outcome, Record
 
 PERCENTILES = (50.0, 90.0, 99.0)
 

@@ -6,20 +6,22 @@ Only the policy may be another one, so that what is compared are choices and not
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from pdserve.cache.cached_granules import CachedGranules
 from pdserve.predictor.predictor import Predictor
 from pdserve.predictor.profile import Profile
 from pdserve.request import RequestId, Role
-from pdserve.timeline import Clock
 from router.cost import LawTable
 from router.fleet import Fleet, Member
 from router.load_book import LoadBook
 from router.placer import InProcessPlacer, PlaceQuery
 from router.policy import Choice, JointPolicy, Policy
-from router.prefix_index import PrefixIndex
+from router.prefix_index import GRANULE_TOKENS, PrefixIndex
+from router.waiting_room import has_room
 from router.worker_key import WorkerKey
+from simulation.cache_feed import CacheFeed
+from simulation.clock import EventQueue
 
 PolicyMaker = Callable[[Fleet, LawTable], Policy]
-MAX_INDEXED_GRANULES = 1 << 21
 _DIGEST = b"simulated"
 _Result = TypeVar("_Result")
 
@@ -35,7 +37,7 @@ class Brain:
     def __init__(
         self,
         profiles: Iterable[Profile],
-        clock: Clock,
+        queue: EventQueue,
         *,
         make_policy: PolicyMaker = make_joint_policy,
         max_local_tokens: int = 0,
@@ -44,18 +46,21 @@ class Brain:
 
         Args:
             profiles: what the predictor starts from; none: choices count KV blocks.
-            clock: virtual time.
+            queue: virtual time.
             make_policy: what chooses.
             max_local_tokens: uncached tokens that a decode worker may prefill; 0: none.
         """
         self._fleet = Fleet()
-        self._book = LoadBook(self._fleet, clock)
-        self._index = PrefixIndex(max_keys=MAX_INDEXED_GRANULES)
-        policy = make_policy(self._fleet, LawTable(self._fleet, Predictor(profiles)))
-        self._placer = InProcessPlacer(policy, self._book, self._index, clock, max_local_tokens)
+        self._book = LoadBook(self._fleet, queue)
+        self._index = PrefixIndex(clock=queue)
+        self.caches = CacheFeed(self._index, queue)
+        self._table = LawTable(self._fleet, Predictor(profiles))
+        self._clock = queue
+        policy = make_policy(self._fleet, self._table)
+        self._placer = InProcessPlacer(policy, self._book, self._index, queue, max_local_tokens)
 
-    def join(self, worker: WorkerKey, role: Role, profile: Profile) -> None:
-        """A worker takes requests from now on."""
+    def join(self, worker: WorkerKey, role: Role, profile: Profile) -> CachedGranules:
+        """A worker takes requests from now on; returns what it tells its cache's changes."""
         member = Member(
             key=worker,
             role=role,
@@ -69,11 +74,35 @@ class Brain:
         )
         self._fleet.join(member)
         self._fleet.set_available(worker, is_available=True)
+        return self.caches.follow(worker.worker_id)
 
     def leave(self, worker: WorkerKey) -> None:
         """A worker is gone, and all that it held."""
+        self.caches.leave(worker.worker_id)
         self._placer.forget(worker)
         self._fleet.leave(worker)
+
+    @property
+    def on_room(self) -> Callable[[], None]:
+        """Called when a prompt has left a worker's queue."""
+        return self._book.on_room
+
+    @on_room.setter
+    def on_room(self, call: Callable[[], None]) -> None:
+        self._book.on_room = call
+
+    def has_room(self, role: Role) -> bool:
+        """Says whether a worker of a pool would soon be idle."""
+        return has_room(self._fleet, role, self._clock.now())
+
+    def drain_s(self, num_tokens: float, role: Role) -> float | None:
+        """Returns how long a pool takes for so many tokens; None while nothing is predicted."""
+        return self._table.drain_s(num_tokens, role, self._clock.now())
+
+    def expect_uncached(self, query: PlaceQuery) -> int:
+        """Returns what the worker with the longest prefix has not."""
+        cached = max(self._index.match(query.granules).values(), default=0) * GRANULE_TOKENS
+        return max(query.num_tokens - cached, 1)
 
     def place(self, query: PlaceQuery) -> Choice:
         """Chooses and charges workers for a new attempt.

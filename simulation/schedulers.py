@@ -1,6 +1,7 @@
 """The production schedulers of simulated workers."""
 
 from decode_worker.scheduler import DecodeScheduler
+from pdserve.cache.cached_granules import CachedGranules
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.scheduler import ChainMaker
 from pdserve.predictor.profile import Profile
@@ -12,11 +13,11 @@ _REVISION = "simulated"
 
 
 def make_prefill_scheduler(
-    shape: ClusterShape, clock: Clock, make_chain: ChainMaker
+    shape: ClusterShape, clock: Clock, make_chain: ChainMaker, granules: CachedGranules
 ) -> PrefillScheduler:
-    """Makes that of a prefill worker."""
+    """Makes that of a prefill worker, which tells its cache's changes."""
     profile = shape.prefill
-    return PrefillScheduler(
+    scheduler = PrefillScheduler(
         _engine_config(profile),
         profile.kv_tokens // profile.block_size,
         _REVISION,
@@ -25,14 +26,16 @@ def make_prefill_scheduler(
         look_ahead=shape.look_ahead,
         make_chain=make_chain,
     )
+    scheduler.tell_cached(granules)
+    return scheduler
 
 
 def make_decode_scheduler(
-    shape: ClusterShape, clock: Clock, make_chain: ChainMaker
+    shape: ClusterShape, clock: Clock, make_chain: ChainMaker, granules: CachedGranules
 ) -> DecodeScheduler:
-    """Makes that of a decode worker."""
+    """Makes that of a decode worker, which tells its cache's changes."""
     profile = shape.decode
-    return DecodeScheduler(
+    scheduler = DecodeScheduler(
         _engine_config(profile),
         profile.kv_tokens // profile.block_size,
         _REVISION,
@@ -41,6 +44,8 @@ def make_decode_scheduler(
         max_local_prefill_tokens=None,
         make_chain=make_chain,
     )
+    scheduler.tell_cached(granules)
+    return scheduler
 
 
 def _engine_config(profile: Profile) -> EngineConfig:

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from pdserve.cache.granule_hash import GRANULE_TOKENS
+from pdserve.errors import ConfigError
 from pdserve.predictor.profile import Profile
 from pdserve.request import Role
-from simulation.journey import Record
+from simulation.record import Record
 from simulation.report import GapHistogram
 
 
@@ -19,6 +21,8 @@ class ClusterShape:
     num_decode: int
     max_queued: int = 1_000_000
     max_in_flight: int = 1_000_000
+    has_waiting_room: bool = True
+    """Requests wait in the router for their turn; False: they are dispatched at once."""
     max_waiting: int = 1_000_000
     """Requests in one worker's queue."""
     look_ahead: int = 4
@@ -38,6 +42,14 @@ class ClusterShape:
     """False: every decode step is an event of its own, to check that skipping changes nothing."""
     detect_s: float = 1.0
     """After so long the router knows that a worker died."""
+
+    def __post_init__(self) -> None:
+        for profile in (self.prefill, self.decode):
+            if GRANULE_TOKENS % profile.block_size:
+                raise ConfigError(
+                    f"profile {profile.worker_class}: block_size must divide {GRANULE_TOKENS}, "
+                    f"the granule of the router's index, got {profile.block_size}"
+                )
 
     @property
     def num_gpus(self) -> int:

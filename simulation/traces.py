@@ -12,7 +12,9 @@ import csv
 import gzip
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -24,25 +26,31 @@ _MAX_CONTENT = 2**31
 
 
 def read_trace(path: Path) -> Workload:
-    """Reads a trace; which format it has is seen from its first line.
+    """Reads a trace; which format it has is seen from its first line, and time begins with it.
 
     Raises:
         ConfigError: the file cannot be read, or a line is of neither format.
     """
+    arrivals: list[Arrival] = []
     try:
         with _open_text(path) as lines:
             first = lines.readline()
             if not first.strip():
                 raise ConfigError(f"trace {path} is empty")
-            rows = _read_json(first, lines) if first.lstrip().startswith("{") else None
-            arrivals = list(_read_mooncake(rows) if rows else _read_azure(first, lines))
+            read = _read_mooncake if first.lstrip().startswith("{") else _read_azure
+            arrivals.extend(read(first, lines))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"trace {path} has a line of another format: {error}") from error
+        number = len(arrivals) + 1
+        raise ConfigError(
+            f"trace {path}, request {number}, is of another format: {error}"
+        ) from error
     if not arrivals:
         raise ConfigError(f"trace {path} has no request")
-    return make_workload(path.name.split(".")[0], arrivals)
+    start_s = min(one.at_s for one in arrivals)
+    since = [replace(one, at_s=one.at_s - start_s) for one in arrivals]
+    return make_workload(path.name.split(".")[0], since)
 
 
 def _open_text(path: Path) -> TextIO:
@@ -51,15 +59,11 @@ def _open_text(path: Path) -> TextIO:
     return path.open(encoding="utf-8")
 
 
-def _read_json(first: str, lines: Iterable[str]) -> Iterator[dict[str, object]]:
-    yield json.loads(first)
-    for line in lines:
-        if line.strip():
-            yield json.loads(line)
-
-
-def _read_mooncake(rows: Iterable[dict[str, object]]) -> Iterator[Arrival]:
-    for row in rows:
+def _read_mooncake(first: str, rest: Iterable[str]) -> Iterator[Arrival]:
+    for line in chain((first,), rest):
+        if not line.strip():
+            continue
+        row = json.loads(line)
         hash_ids = row["hash_ids"]
         if not isinstance(hash_ids, list):
             raise ValueError("hash_ids is no list")
@@ -91,16 +95,12 @@ def _pieces(num_tokens: int, hash_ids: list[int]) -> tuple[Piece, ...]:
 
 def _read_azure(first: str, lines: Iterable[str]) -> Iterator[Arrival]:
     names = [name.strip() for name in first.split(",")]
-    start_s: float | None = None
     for number, row in enumerate(csv.DictReader(lines, names)):
-        stamp = row["TIMESTAMP"].strip()
-        seconds = _seconds(stamp)
-        start_s = seconds if start_s is None else start_s
         num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         if num_prompt < 1:
             raise ValueError(f"a prompt of {num_prompt} tokens")
         yield Arrival(
-            at_s=max(0.0, seconds - start_s),
+            at_s=_seconds(row["TIMESTAMP"].strip()),
             pieces=(Piece(number, num_prompt),),
             num_output_tokens=max(1, num_output),
         )

@@ -26,6 +26,10 @@ class Arrival:
     num_output_tokens: int
     output_content: int | None = None
     """What the answer consists of, if another prompt goes on from it."""
+    tenant: str = ""
+    """Who waits in the router gets a fair share of turns with other tenants."""
+    priority: int = 0
+    """Smaller goes first."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -20,6 +20,8 @@ HALF_LIFE_SAMPLES = 400.0
 MAX_KNOWN_LIVES = 8192
 PROFILE_SAMPLES = 32
 """A profile weighs as much as so many samples."""
+_NO_TIME_S = 1e-9
+"""What something takes that takes no time: errors are relative to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +168,8 @@ class Predictor:
                 TransferSample(num_bytes=num_bytes, seconds=profile.transfer_s(num_bytes)),
             )
         for sample in samples:
-            self._fit(profile.worker_class, type(sample)).observe(_terms(sample), sample.seconds)
+            fit = self._fit(profile.worker_class, type(sample))
+            fit.observe(_terms(sample), max(sample.seconds, _NO_TIME_S))
 
 
 def _terms(sample: Sample) -> tuple[float, ...]:

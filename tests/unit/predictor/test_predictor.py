@@ -1,5 +1,7 @@
 """Predictions of steps and transfers."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.predictor.predictor import (
@@ -93,3 +95,10 @@ def test_the_quality_of_each_law_can_be_published() -> None:
     kinds = [(one.worker_class, one.kind) for one in predictor.qualities()]
     assert kinds == [(PROFILE.worker_class, kind) for kind in ("decode", "prefill", "transfer")]
     assert all(one.num_samples > 0 and one.mean_error < 0.01 for one in predictor.qualities())
+
+
+def test_a_law_of_a_profile_may_be_that_it_takes_no_time() -> None:
+    predictor = Predictor([replace(PROFILE, transfer=(0.0, 0.0))])
+    seconds = predictor.transfer_s(PROFILE.worker_class, 1e9)
+    assert seconds is not None
+    assert 0.0 <= seconds < 1e-6

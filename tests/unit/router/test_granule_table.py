@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from router import granule_table
 from router.granule_table import GranuleTable, Keys
 
 
@@ -42,7 +43,7 @@ def test_many_keys_at_once_fill_the_table_well():
     is_found, slots = table.find(keys)
     assert is_found.all()
     assert (table.values_at(slots) == (keys & np.uint64(0xFFFF))).all()
-    assert table.num_bytes / len(table) < 20
+    assert table.num_bytes / len(table) < 21
 
 
 def test_keys_that_all_fall_into_one_segment_are_held_too():
@@ -59,3 +60,19 @@ def test_segments_name_every_key_once():
     table.insert(keys, keys.astype(np.uint32))
     slots = np.concatenate([table.segment(each) for each in range(table.num_segments)])
     assert sorted(table.values_at(slots).tolist()) == keys.tolist()
+
+
+def test_a_table_gets_longer_a_piece_at_a_time_and_ahead_of_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(granule_table, "_EXTENSION_BYTES", 1 << 16)
+    table, rng = GranuleTable(), np.random.default_rng(4)
+    added = []
+    for _ in range(300):
+        before = table.num_bytes
+        keys = rng.integers(1, 1 << 63, 1000, np.uint64)
+        table.insert(keys, keys.astype(np.uint32))
+        added.append(table.num_bytes - before)
+    # But for the first few, when the table is small, no call makes the arrays much longer.
+    assert max(added[50:]) <= 1 << 17
+    assert sum(added) == table.num_bytes - GranuleTable().num_bytes

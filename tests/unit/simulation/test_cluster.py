@@ -2,12 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+from pdserve.errors import ConfigError
 from pdserve.predictor.profile import Profile
 from pdserve.request import Role, WorkerId
 from router.worker_key import WorkerKey
 from simulation.cluster import Cluster
 from simulation.generators import Lengths, make_agent_tree, make_hot_prefix, make_plain
-from simulation.journey import Outcome, Record
+from simulation.record import Outcome, Record
 from simulation.shape import ClusterShape
 from simulation.workload import Arrival, Piece, Workload, make_workload
 
@@ -189,3 +190,9 @@ def test_what_the_end_of_the_simulation_cuts_off_is_unfinished():
     records = Cluster(shape_of()).run(workload, until_s=2.0).records
     assert any(one.outcome is Outcome.UNFINISHED for one in records)
     assert any(one.outcome is Outcome.DONE for one in records)
+
+
+def test_blocks_that_do_not_divide_the_index_s_granule_are_refused():
+    profile = replace(PROFILE, block_size=256)
+    with pytest.raises(ConfigError, match="block_size must divide 128"):
+        ClusterShape(prefill=profile, decode=profile, num_prefill=1, num_decode=1)
