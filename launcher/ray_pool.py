@@ -33,6 +33,7 @@ from launcher.ray_messages import (
     decode,
     encode,
 )
+from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.process import ChildProcess, spawn
@@ -292,3 +293,19 @@ def _environment(config: RayConfig) -> dict[str, str]:
         # unless clusters of several machines are switched off by this name (ray 2.60).
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return variables
+
+
+def check_reach(config: ClusterConfig, ray: RayConfig) -> None:
+    """Refuses replicas on other nodes that could not reach what is here.
+
+    Raises:
+        ConfigError: the router, or Redis, listens on loopback alone, or pools are on one machine.
+    """
+    if ray.has_pools and not ray.is_anywhere:
+        raise ConfigError("--ray-pools needs --ray-nodes any: a pool is somewhere else")
+    if not ray.is_anywhere:
+        return
+    if ray.address is None:
+        raise ConfigError("--ray-nodes any needs --ray-address: a cluster of our own has one node")
+    if config.redis_url is None:
+        raise ConfigError("--ray-nodes any needs --redis, at an address that all nodes can reach")

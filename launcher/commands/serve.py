@@ -11,7 +11,7 @@ from autoscaler.settings import PoolRange, ScalingSettings, parse_range
 from launcher.control import control_folder
 from launcher.local_pool import LocalCluster
 from launcher.place import Place
-from launcher.ray_pool import RayConfig, RayPlace
+from launcher.ray_pool import RayConfig, RayPlace, check_reach
 from launcher.run_cluster import run_until_signal, write_line
 from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.cluster import ClusterConfig
@@ -52,8 +52,7 @@ def serve(
         bool,
         typer.Option(
             "--flips/--no-flips",
-            help="Let replicas of pools of MIN..MAX change their pool with their weights loaded, "
-            "where each has one rank and is a child of this process.",
+            help="Replicas of one rank may change their pool with their weights loaded.",
         ),
     ] = True,
     ttft_target_s: Annotated[
@@ -298,10 +297,9 @@ def serve(
         and launcher == "local"
         and settings.prefill.most > 0
         and not (settings.prefill.is_fixed and settings.decode.is_fixed)
-        and engine.num_ranks == (decode_tensor_parallel_size or 1) == 1
+        and {engine.num_ranks, decode_tensor_parallel_size or 1} == {1}
         and (decode_pipeline_parallel_size or 1) == 1
     )
-    settings = replace(settings, flips_in_place=can_flip)
     config = ClusterConfig(
         engine=engine,
         can_flip=can_flip,
@@ -358,27 +356,11 @@ def serve(
     scaled = autoscale_launched(
         launched,
         config,
-        settings,
+        replace(settings, flips_in_place=can_flip),
         report=write_line,
         control_folder=control_folder(read_runtime_folder()),
     )
     return run_until_signal(launched, scaled)
-
-
-def check_reach(config: ClusterConfig, ray: RayConfig) -> None:
-    """Refuses replicas on other nodes that could not reach what is here.
-
-    Raises:
-        ConfigError: the router, or Redis, listens on loopback alone, or pools are on one machine.
-    """
-    if ray.has_pools and not ray.is_anywhere:
-        raise ConfigError("--ray-pools needs --ray-nodes any: a pool is somewhere else")
-    if not ray.is_anywhere:
-        return
-    if ray.address is None:
-        raise ConfigError("--ray-nodes any needs --ray-address: a cluster of our own has one node")
-    if config.redis_url is None:
-        raise ConfigError("--ray-nodes any needs --redis, at an address that all nodes can reach")
 
 
 def first_size(bounds: PoolRange) -> int:
