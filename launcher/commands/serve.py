@@ -50,7 +50,7 @@ def serve(
     scaled = autoscale_launched(
         launched,
         config,
-        settings,
+        replace(settings, flips_in_place=can_flip),
         report=write_line,
         control_folder=control_folder(read_runtime_folder()),
     )

@@ -28,8 +28,7 @@ class PoolOptions:
         bool,
         typer.Option(
             "--flips/--no-flips",
-            help="Let replicas of pools of MIN..MAX change their pool with their weights loaded, "
-            "where each has one rank and is a child of this process.",
+            help="Replicas of one rank may change their pool with their weights loaded.",
         ),
     ] = True
     ttft_target_s: Annotated[float, typer.Option(help="What pools of MIN..MAX are sized for.")] = (

@@ -41,7 +41,8 @@ def run_worker(
         rank_module: what the rank process runs, as `python -m rank_module`.
         services: of each role that it may have.
     """
-    assert set(config.roles) <= set(services), "a role that nobody serves"
+    if not set(config.roles) <= set(services):
+        return report_config_error(ConfigError("can_flip must be off: this program has one role"))
     configure_logging(config.log_level, fields={"worker_id": config.worker_id, "process": "face"})
 
     async def serve() -> int:

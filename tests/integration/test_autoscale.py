@@ -2,7 +2,10 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from autoscaler.settings import PoolRange, ScalingSettings
 from launcher.scaled_cluster import autoscale_launched
@@ -105,3 +108,32 @@ async def test_pools_go_to_zero_and_the_first_request_brings_them_back(
                 found = await client.generate(text="hello", max_tokens=4, ignore_eos=True)
                 assert len(found.token_ids) == 4
                 assert time.monotonic() - started_s < 55
+
+
+@pytest.mark.soak
+async def test_pool_that_starves_gets_a_replica_of_the_other_one_in_place(
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    settings = replace(SETTINGS, flips_in_place=True, most_in_all=3, tpot_s=2.0)
+    lines: list[str] = []
+    with running_cluster(
+        tiny_llama_folder, num_decode=2, can_flip=True, prefill_faults=SLOW
+    ) as harness:
+        cluster = harness.cluster
+        pids = set(cluster.pids())
+        with autoscale_launched(
+            cluster, harness.config, settings, report=lines.append, control_folder=None
+        ):
+            async with harness.connect() as client:
+                stopped = asyncio.Event()
+                tasks = [asyncio.create_task(ask_until(client, stopped, i)) for i in range(12)]
+
+                async def has_flipped() -> bool:
+                    serving = [m for m in cluster.members() if m.record is not None]
+                    return sum(m.role is Role.PREFILL for m in serving) == 2
+
+                await wait_until_async(has_flipped, 60, "a decode replica prefills")
+                assert set(cluster.pids()) == pids
+                stopped.set()
+                assert min(await asyncio.gather(*tasks)) >= 1
+    assert any(line.startswith("prefill: flip 1 -> 2 without decode-") for line in lines)

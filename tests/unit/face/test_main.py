@@ -3,6 +3,13 @@
 import subprocess
 import sys
 
+import pytest
+
+import decode_worker.server
+from pdserve.config.engine import EngineConfig
+from pdserve.config.worker import WorkerConfig
+from pdserve.request import Role
+
 _HANGS = """
 import asyncio
 from pdserve.face.main import bound_close
@@ -21,3 +28,15 @@ def test_a_face_whose_close_hangs_ends_and_says_where_it_stood() -> None:
     assert done.returncode == 1
     assert "Timeout (0:00:00.3" in done.stderr
     assert "run_forever" in done.stderr
+
+
+def test_program_of_one_role_refuses_to_flip(capfd: pytest.CaptureFixture[str]) -> None:
+    config = WorkerConfig(
+        role=Role.DECODE,
+        worker_id="d",
+        engine=EngineConfig(model="m"),
+        redis_url="redis://127.0.0.1:1",
+        can_flip=True,
+    )
+    assert decode_worker.server.run(config) == 2
+    assert "error: --can-flip must be off: this program has one role" in capfd.readouterr().err

@@ -65,7 +65,7 @@ def test_a_choice_comes_out_with_its_table_and_its_charges(prefill: WorkerKey | 
             cached_tokens=128,
             cached_blocks=8,
             table=CandidateTable(is_in_seconds=True, terms=terms, pairs=((prefill, D0), (P0, D0))),
-            link_until_s=17.0,
+            transfer_s=17.0,
         ),
         prompt=(1.0, 60.0, 1800.0) if prefill else None,
         decode=charge,
@@ -79,7 +79,7 @@ def test_a_choice_comes_out_with_its_table_and_its_charges(prefill: WorkerKey | 
     assert (found.choice.cached_tokens, found.choice.cached_blocks) == (128, 8)
     assert (found.prompt, found.decode) == (placed.prompt, charge)
     assert found.follower == placed.follower
-    assert found.choice.link_until_s is None
+    assert found.choice.transfer_s is None
 
 
 @pytest.mark.parametrize("prompt", [(1.0, 2.0, 3.0), None])
