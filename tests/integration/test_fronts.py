@@ -191,16 +191,21 @@ def check_tokens(result: Result) -> None:
     assert result.token_ids == expected_tokens(PROMPT, len(result.token_ids))
 
 
-async def test_kill_9_of_a_front_gives_its_load_back_and_leaves_the_other_s_streams(
-    group: Group,
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)]
+)
+async def test_a_dead_front_gives_its_load_back_and_leaves_the_other_s_streams(
+    group: Group, number: signal.Signals
 ) -> None:
     async with workers(group), a_stub_of_each_front(group) as stubs:
         streams = {
             name: asyncio.create_task(stream(stub, f"of-{name}")) for name, stub in stubs.items()
         }
         await group.shows("pdserve_router_charged", 2)
-        os.kill(group.pid("launcher.roles.router", "--front-number 0"), signal.SIGKILL)
-        await group.shows("pdserve_router_charged", 1, timeout_s=3.0)
+        # A frozen one is killed by whoever watches it.
+        os.kill(group.pid("launcher.roles.router", "--front-number 0"), number)
+        limit_s = 3.0 if number is signal.SIGKILL else 15.0
+        await group.shows("pdserve_router_charged", 1, timeout_s=limit_s)
         await asyncio.wait(streams.values(), return_when=asyncio.FIRST_COMPLETED)
         (dead,) = [name for name, task in streams.items() if task.done()]
         (left,) = [name for name in streams if name != dead]
