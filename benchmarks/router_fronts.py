@@ -7,8 +7,10 @@ connection is one front's for its whole life.
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -28,8 +30,9 @@ NUM_SINGLE = 200
 FRONTS_WORKLOAD = (
     f"{NUM_STREAMS} streams of {OUTPUT_TOKENS} tokens over {NUM_CONNECTIONS} connections, equally "
     f"many a front, prompts of {len(PROMPT)} ids; one fake decode worker at full speed; fronts, "
-    f"brain, worker and client share all cores; medians of {NUM_RUNS} runs. Short: {NUM_SHORT} "
-    f"requests of one token, {NUM_STREAMS} at a time. Single: {NUM_SINGLE} of them one by one"
+    f"brain, worker and client share all cores; medians of {NUM_RUNS} runs, both routers turn by "
+    f"turn. CPU is that of all router processes. Short requests: {NUM_SHORT} "
+    f"of one token, {NUM_STREAMS} at a time. Single: {NUM_SINGLE} of them one by one"
 )
 
 Stub = "inference_pb2_grpc.InferenceAsyncStub"
@@ -91,54 +94,93 @@ async def run_single(stubs: Sequence[Stub]) -> list[float]:
     return times_s[10:]
 
 
-async def measure(site: Site, fronts: int) -> dict[str, list[float]]:
-    """Measures one router, after a run that warms it up."""
-    found: dict[str, list[float]] = {}
-    async with connected(site, fronts) as stubs:
-        await run_long(stubs)
-        for load, name in ((run_long, "tokens"), (run_short, "requests")):
+@dataclass(slots=True)
+class Router:
+    """One of those compared."""
+
+    fronts: int
+    site: Site
+    stubs: list[Stub]
+    found: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def name(self) -> str:
+        return "1 front" if self.fronts == 1 else f"{self.fronts} fronts, one brain"
+
+    async def measure(self, load: Callable[[Sequence[Stub]], Awaitable[int]], unit: str) -> None:
+        """Runs a load once."""
+        before_cpu_s, before_s = sum(map(cpu_s, self.site.pids)), time.monotonic()
+        count = await load(self.stubs)
+        wall_s = time.monotonic() - before_s
+        used_s = sum(map(cpu_s, self.site.pids)) - before_cpu_s
+        self.found[f"{unit}s_per_s"].append(count / wall_s)
+        self.found[f"router_us_per_{unit}"].append(1e6 * used_s / count)
+        self.found[f"router_cores_{unit}s"].append(used_s / wall_s)
+
+
+async def compare(sites: Mapping[int, Site]) -> list[Router]:
+    """Measures all routers turn by turn, so that what else the machine does hits all of them."""
+    async with AsyncExitStack() as stack:
+        routers = [
+            Router(fronts, site, await stack.enter_async_context(connected(site, fronts)))
+            for fronts, site in sites.items()
+        ]
+        for router in routers:
+            await run_long(router.stubs)
+        for load, unit in ((run_long, "token"), (run_short, "request")):
             for _ in range(NUM_RUNS):
-                before_cpu_s, before_s = sum(map(cpu_s, site.pids)), time.monotonic()
-                count = await load(stubs)
-                wall_s = time.monotonic() - before_s
-                used_s = sum(map(cpu_s, site.pids)) - before_cpu_s
-                found.setdefault(f"{name}_per_s", []).append(count / wall_s)
-                found.setdefault(f"router_us_per_{name[:-1]}", []).append(1e6 * used_s / count)
-                found.setdefault(f"router_cores_{name}", []).append(used_s / wall_s)
-        times_s = await run_single(stubs)
-    found["ttft_ms"] = [1e3 * percentile(times_s, share) for share in (0.5, 0.99)]
-    return found
+                for router in routers:
+                    await router.measure(load, unit)
+        for router in routers:
+            times_s = await run_single(router.stubs)
+            router.found["ttft_ms"] = [1e3 * percentile(times_s, share) for share in (0.5, 0.99)]
+    return routers
 
 
 def measure_fronts(folder: Path, counts: Sequence[int]) -> list[Row]:
-    """Measures routers of so many fronts, one after another."""
-    rows = []
-    for fronts in counts:
-        with serving(folder, 0.0, fronts=fronts) as site:
-            found = uvloop.run(measure(site, fronts))
-        details: dict[str, object] = {
-            key: [round(one, 3) for one in values] for key, values in found.items()
-        }
-        name = f"{fronts} front" if fronts == 1 else f"{fronts} fronts, one brain"
-        for text, key, unit in (
-            ("tokens per second", "tokens_per_s", "tokens/s"),
-            ("router CPU per token, all processes", "router_us_per_token", "us"),
-            ("short requests per second", "requests_per_s", "requests/s"),
-            ("router CPU per short request, all processes", "router_us_per_request", "us"),
-        ):
-            value = statistics.median(found[key])
-            better = "higher" if unit.endswith("/s") else "lower"
-            row = Row(name=f"{name}: {text}", value=value, unit=unit, details=details)
-            row.better = "higher" if better == "higher" else "lower"
-            rows.append(row)
-            details = {}
-        p50_ms, p99_ms = found["ttft_ms"]
-        rows.append(
-            Row(
-                name=f"{name}: single request, first token p50",
-                value=p50_ms,
-                unit="ms",
-                details={"p99_ms": round(p99_ms, 3)},
+    """Measures routers of so many fronts; those behind the first are compared with it."""
+    with ExitStack() as stack:
+        sites = {n: stack.enter_context(serving(folder, 0.0, fronts=n)) for n in counts}
+        routers = uvloop.run(compare(sites))
+    rows = [row for router in routers for row in _rows_of(router)]
+    first = routers[0]
+    for router in routers[1:]:
+        for unit in ("tokens_per_s", "requests_per_s"):
+            pairs = zip(router.found[unit], first.found[unit], strict=True)
+            ratios = [value / other for value, other in pairs]
+            rows.append(
+                Row(
+                    name=f"{router.name} / {first.name}: {unit}",
+                    value=statistics.median(ratios),
+                    unit="x",
+                    better="higher",
+                    details={"pairs": [round(ratio, 3) for ratio in ratios]},
+                )
             )
-        )
     return rows
+
+
+def _rows_of(router: Router) -> list[Row]:
+    rows = []
+    for key, unit in (
+        ("tokens_per_s", "tokens/s"),
+        ("router_us_per_token", "us"),
+        ("requests_per_s", "requests/s"),
+        ("router_us_per_request", "us"),
+    ):
+        row = Row(
+            name=f"{router.name}: {key}",
+            value=statistics.median(router.found[key]),
+            unit=unit,
+            better="higher" if unit.endswith("/s") else "lower",
+            details={"runs": [round(one, 1) for one in router.found[key]]},
+        )
+        rows.append(row)
+    p50_ms, p99_ms = router.found["ttft_ms"]
+    details: dict[str, object] = {
+        "p99_ms": round(p99_ms, 3),
+        "router_cores_tokens": [round(one, 2) for one in router.found["router_cores_tokens"]],
+        "router_cores_requests": [round(one, 2) for one in router.found["router_cores_requests"]],
+    }
+    name = f"{router.name}: single request, first token p50"
+    return [*rows, Row(name=name, value=p50_ms, unit="ms", details=details)]

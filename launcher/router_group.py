@@ -4,7 +4,7 @@
                    +-- front-0    (each: gRPC and HTTP on the shared ports, streams of its clients)
                    +-- front-1
 
-Whoever ends is started again, and a brain that does not answer is killed. SIGTERM drains: the
+Whoever ends is started again, and who gives no sign of life is killed. SIGTERM drains: the
 fronts first, for their streams may need the brain to the end. A second one cuts them.
 """
 
@@ -30,13 +30,14 @@ from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.line_output import write_line
 from pdserve.rpc.server import bind_shared_port
-from router.brain.pulse import has_pulse
+from router.brain.pulse import feel_pulse
 
 POLL_S = 0.05
 PULSE_S = 0.5
-"""How often the brain is asked for a sign of life, and how long for one is waited."""
-BRAIN_LEASE = 2.0
-"""Of a sign of life, in silences that its fronts bear; without one for several it is killed."""
+"""How often the brain is asked for signs of life, and how long for them is waited."""
+LEASE = 2.0
+"""Of a sign of life, in silences that fronts bear of their brain; who gives none for several of
+these is killed."""
 START_TIMEOUT_S = 60.0
 _OVERSTAY_S = 5.0
 """A front that overstays its own drain time-out by this long is killed."""
@@ -86,21 +87,21 @@ class RouterGroup:
         self._socket = shared.brain_socket
 
         def new_watch(now_s: float) -> LeaseWatch:
-            return LeaseWatch(BRAIN_LEASE * config.brain_silence_s, START_TIMEOUT_S, now_s)
+            return LeaseWatch(LEASE * config.brain_silence_s, START_TIMEOUT_S, now_s)
 
-        def child(name: str, role: str, own: RouterConfig, *, is_watched: bool = False) -> Replica:
+        def child(name: str, role: str, own: RouterConfig) -> Replica:
             return Replica(
                 name,
                 [*command_of(role), *to_argv(own, without=HIDDEN_FIELDS)],
                 environment_of(own),
                 self._take_line,
-                new_watch if is_watched else None,
+                new_watch,
                 place=LocalPlace(),
             )
 
         # It lets no client in.
         secretless = replace(shared, api_keys=(), api_keys_file=None, cluster_secret=None)
-        self.brain = child("brain", "brain", secretless, is_watched=True)
+        self.brain = child("brain", "brain", secretless)
         self.fronts = tuple(
             child(f"front-{number}", "router", replace(shared, front_number=number))
             for number in range(config.fronts)
@@ -155,11 +156,18 @@ class RouterGroup:
             time.sleep(POLL_S)
 
     def _feel_pulse(self, now_s: float) -> None:
-        if now_s < self._next_pulse_s or self.brain.watch is None:
+        if now_s < self._next_pulse_s:
             return
         self._next_pulse_s = now_s + PULSE_S
-        is_alive = has_pulse(self._socket, PULSE_S)
-        self.brain.watch.observe(time.monotonic(), is_registered=is_alive)
+        fronts = feel_pulse(self._socket, PULSE_S)
+        now_s = time.monotonic()
+        if self.brain.watch is not None:
+            self.brain.watch.observe(now_s, is_registered=fronts is not None)
+        for number, front in enumerate(self.fronts):
+            if front.watch is not None and fronts is None:
+                front.watch.observe_outage(now_s)
+            elif front.watch is not None and fronts is not None:
+                front.watch.observe(now_s, is_registered=number in fronts)
 
     def _drain(self) -> None:
         for front in self.fronts:

@@ -43,8 +43,7 @@ _AVOID_S = 0.5
 """A worker that refused without a hint is not asked again for this long."""
 _MIN_AVOID_S = 0.02
 _UNKNOWN_S = 0.1
-"""Likewise of a worker that a brain in another process has found, or not lost, before this front.
-"""
+"""Likewise of a worker that the brain of several fronts knows, and this one does not."""
 _MAX_REMEMBERED_CANCELS = 4096
 _RETRYABLE = (
     Overloaded,
@@ -190,8 +189,8 @@ class Recovery:
                 self._give_up(_held_with(active), Cause.WORKER_LOST)
                 return
             # Meanwhile the prefill worker may have died, or taken its KV back.
-            is_wanted = state.phase is Phase.UNPLACED and state.needs_placement is wanted
-            if is_wanted and self._reaches(active, choice):
+            is_wanted = state.needs_placement is wanted
+            if state.phase is Phase.UNPLACED and is_wanted and self._reaches(active, choice):
                 self._send_placement(active, placement.prefill, choice.decode)
                 return
             for one in active.mates:
@@ -260,8 +259,7 @@ class Recovery:
 
     async def _wait_for_worker(self, active: ActiveRequest, timeout_s: float, seen: int) -> None:
         retry_s = active.next_retry_s(self._clock.now())
-        limit_s = timeout_s if retry_s is None else min(timeout_s, retry_s)
-        await self._pool.changes.wait(seen, limit_s)
+        await self._pool.changes.wait(seen, min(timeout_s, retry_s or timeout_s))
 
     def _query(
         self, active: ActiveRequest, now_s: float, *, waits_for_turn: bool = False

@@ -154,14 +154,7 @@ class RouterFront:
             self.brain.placer,
             Admission(config.max_queued, config.max_in_flight),
             clock,
-            Limits(
-                max_attempts=config.max_attempts,
-                max_client_buffer_bytes=config.max_client_buffer_bytes,
-                call_timeout_s=config.call_timeout_s,
-                submit_timeout_s=config.submit_timeout_s,
-                no_worker_wait_s=config.no_worker_wait_s,
-                max_local_tokens=config.local_prefill_tokens,
-            ),
+            _limits_of(config),
             model.tokenizer.table,
             self._metrics,
         )
@@ -279,6 +272,17 @@ class RouterFront:
                 num_running=self.dispatcher.num_in_flight - num_waiting, num_waiting=num_waiting
             )
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
+def _limits_of(config: RouterConfig) -> Limits:
+    return Limits(
+        max_attempts=config.max_attempts,
+        max_client_buffer_bytes=config.max_client_buffer_bytes,
+        call_timeout_s=config.call_timeout_s,
+        submit_timeout_s=config.submit_timeout_s,
+        no_worker_wait_s=config.no_worker_wait_s,
+        max_local_tokens=config.local_prefill_tokens,
+    )
 
 
 async def serve(config: RouterConfig) -> None:

@@ -50,7 +50,7 @@ def serve(
     scaled = autoscale_launched(
         launched,
         config,
-        replace(settings, flips_in_place=can_flip),
+        settings,
         report=write_line,
         control_folder=control_folder(read_runtime_folder()),
     )

@@ -98,8 +98,9 @@ class Door:
             if first.WhichOneof("word") == "hello":
                 await self._serve_front(talk, first.hello, rest)
             else:
-                # Somebody wants to know whether the brain lives.
-                talk.say(brain_pb2.Word(beat=brain_pb2.BrainBeat()))
+                # Somebody wants to know who lives.
+                heard = [one.front_number for one in self._sessions if one.is_heard]
+                talk.say(brain_pb2.Word(beat=brain_pb2.BrainBeat(fronts=heard)))
                 await talk.listen()
         except (ChannelClosed, TimeoutError):
             pass  # it is gone: its session gave back what it had

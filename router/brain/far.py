@@ -42,6 +42,7 @@ class FarBrain:
         """
         assert config.brain_socket is not None
         self._front_id = front_id
+        self._number = config.front_number
         self._poll_s = config.registry_poll_s
         self._book = LoadBook(Fleet(config.worker_silence_s), clock)
         self.pool = WorkerPool(
@@ -85,7 +86,7 @@ class FarBrain:
 
     def hello(self) -> brain_pb2.FrontHello:
         """Returns who this is, and all that is in flight."""
-        return make_hello(self._front_id, self._book)
+        return make_hello(self._front_id, self._number, self._book)
 
     def on_change(self) -> None:
         """Wakes all who wait for a worker, or for the brain."""

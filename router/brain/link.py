@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.config.router import BRAIN_BEAT_S
 from pdserve.errors import NoBrain
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
 from pdserve.rpc.v1 import brain_pb2
@@ -165,7 +166,10 @@ class BrainLink:
         # In one go: what changes from now on is told as it happens.
         talk.say(brain_pb2.Word(hello=self._listener.hello()))
         self._talk = talk
-        writing = asyncio.create_task(talk.write(), name="brain-words")
+        tasks = [
+            asyncio.create_task(talk.write(), name="brain-words"),
+            asyncio.create_task(_beat(talk), name="brain-beats"),
+        ]
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
@@ -174,8 +178,9 @@ class BrainLink:
                     self._take(word)
         finally:
             self._talk = None
-            writing.cancel()
-            await asyncio.wait((writing,))
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             talk.close()
 
     def _fall(self) -> None:
@@ -229,3 +234,10 @@ class BrainLink:
             return
         reply.number = question.number
         self.say(brain_pb2.Word(reply=reply))
+
+
+async def _beat(talk: Talk) -> None:
+    """Says that this front lives, until cancelled."""
+    while True:
+        await asyncio.sleep(BRAIN_BEAT_S)
+        talk.say(brain_pb2.Word(beat=brain_pb2.BrainBeat()))

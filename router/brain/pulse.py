@@ -1,6 +1,7 @@
-"""Whether a brain lives: asked by whoever would start it again."""
+"""Whether a brain and its fronts live: asked by whoever would start them again."""
 
 import socket
+from collections.abc import Collection
 
 from google.protobuf.message import DecodeError
 
@@ -8,8 +9,11 @@ from pdserve.rpc.channel import BlockingChannel, ChannelClosed
 from pdserve.rpc.v1 import brain_pb2
 
 
-def has_pulse(path: str, timeout_s: float) -> bool:
-    """Says whether the brain at a socket answers in time; its event loop turns, then."""
+def feel_pulse(path: str, timeout_s: float) -> Collection[int] | None:
+    """Returns the numbers of the fronts whose event loops turn, as their brain hears them.
+
+    None: the brain at this socket does not answer in time, so nothing is known of fronts.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         try:
             sock.setblocking(False)
@@ -20,5 +24,6 @@ def has_pulse(path: str, timeout_s: float) -> bool:
             channel.send(brain_pb2.Words(words=[word]).SerializeToString())
             answer = brain_pb2.Words.FromString(channel.receive())
         except (OSError, ChannelClosed, DecodeError):
-            return False
-    return any(word.HasField("beat") for word in answer.words)
+            return None
+    beats = [word.beat for word in answer.words if word.HasField("beat")]
+    return beats[0].fronts if beats else None

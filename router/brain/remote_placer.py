@@ -92,7 +92,7 @@ class RemotePlacer:
         self._link.say(brain_pb2.Word(hold=hold))
 
 
-def make_hello(front_id: FrontId, book: LoadBook) -> brain_pb2.FrontHello:
+def make_hello(front_id: FrontId, number: int, book: LoadBook) -> brain_pb2.FrontHello:
     """Returns who a front is, and what it has at workers."""
     holdings = [holding_to_wire(one) for one in book.holdings()]
-    return brain_pb2.FrontHello(front_id=front_id, holdings=holdings)
+    return brain_pb2.FrontHello(front_id=front_id, number=number, holdings=holdings)

@@ -22,6 +22,9 @@ from router.brain.wire import (
 
 logger = logging.getLogger(__name__)
 
+HEARD_S = 4 * BRAIN_BEAT_S
+"""A front that has said nothing for longer may be frozen."""
+
 
 class Session:
     """Serves one front. One event loop."""
@@ -48,6 +51,8 @@ class Session:
         self._brain = brain
         self._number = number
         self.front_id = FrontId(hello.front_id)
+        self.front_number = hello.number
+        self._heard_s = asyncio.get_running_loop().time()
         self._ids: set[str] = set()
         """Requests that may be charged, by the ids that the front knows."""
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -65,12 +70,18 @@ class Session:
             self._talk.say(brain_pb2.Word(beat=beat))
             await asyncio.sleep(BRAIN_BEAT_S)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the front has said something a moment ago."""
+        return asyncio.get_running_loop().time() - self._heard_s <= HEARD_S
+
     def tell_change(self) -> None:
         """Lets requests that found no worker ask again."""
         self._talk.say(brain_pb2.Word(change=brain_pb2.FleetChange()))
 
     def take(self, word: brain_pb2.Word) -> None:
         """Takes a word; questions to other fronts are not for here."""
+        self._heard_s = asyncio.get_running_loop().time()
         match word.WhichOneof("word"):
             case "place":
                 call = word.place.call
@@ -106,6 +117,8 @@ class Session:
                 # A lost worker has been forgotten: nothing may bring it back.
                 if self._brain.pool.knows(worker):
                     placer.note_cached(worker, word.cached.granules)
+            case "beat":
+                pass  # it lives
             case "output":
                 placer.note_output(word.output.num_tokens)
             case other:

@@ -150,7 +150,9 @@ class FrontHello(_message.Message):
 
     FRONT_ID_FIELD_NUMBER: _builtins.int
     HOLDINGS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     front_id: _builtins.str
+    number: _builtins.int
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     def __init__(
@@ -158,10 +160,11 @@ class FrontHello(_message.Message):
         *,
         front_id: _builtins.str = ...,
         holdings: _abc.Iterable[Global___Holding] | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "holdings", b"holdings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "holdings", b"holdings", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -184,23 +187,29 @@ Global___BrainWelcome: _TypeAlias = BrainWelcome  # noqa: Y015
 
 @_typing.final
 class BrainBeat(_message.Message):
-    """The brain lives. From anybody else than a front: whether it does."""
+    """Whoever says it lives. As the first word of a connection: whether the brain does."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WAITING_FIELD_NUMBER: _builtins.int
+    FRONTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def waiting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Calls whose turn has not come."""
+
+    @_builtins.property
+    def fronts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the fronts that were heard a moment ago; for whoever watches them."""
 
     def __init__(
         self,
         *,
         waiting: _abc.Iterable[_builtins.int] | None = ...,
+        fronts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fronts", b"fronts", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

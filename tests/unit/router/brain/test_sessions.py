@@ -20,7 +20,7 @@ from pdserve.timeline import MonotonicClock
 from router.brain.door import Door
 from router.brain.link import BrainLink
 from router.brain.parts import Brain
-from router.brain.pulse import has_pulse
+from router.brain.pulse import feel_pulse
 from router.brain.remote_placer import RemotePlacer, make_hello
 from router.brain.talk import Talk
 from router.fleet import Fleet, Member
@@ -29,6 +29,7 @@ from router.placer import Placed, PlaceQuery
 from router.slo import TooLate
 from router.waiting_room import PROMPTS_AHEAD
 from router.worker_key import WorkerKey
+from tests.support.cluster import wait_until_async
 from tests.support.router_harness import eventually
 
 P0 = WorkerKey(WorkerId("p0"), Incarnation(1))
@@ -87,6 +88,7 @@ class FrontScene:
 
     def __init__(self, name: str, path: Path, call_timeout_s: float = 0.5) -> None:
         self.name = FrontId(name)
+        self.number = ord(name) - ord("a")
         self.num_changes = 0
         self.book = LoadBook(Fleet(), MonotonicClock())
         self.link = BrainLink(str(path), self, silence_s=0.6, call_timeout_s=call_timeout_s)
@@ -94,7 +96,7 @@ class FrontScene:
         self._task = asyncio.create_task(self.link.run())
 
     def hello(self) -> brain_pb2.FrontHello:
-        return make_hello(self.name, self.book)
+        return make_hello(self.name, self.number, self.book)
 
     def on_change(self) -> None:
         self.num_changes += 1
@@ -377,11 +379,30 @@ async def test_a_brain_that_does_not_answer_is_an_error_of_its_own(
 
 
 async def test_a_pulse_is_felt_only_while_the_brain_s_loop_turns(scene: BrainScene) -> None:
-    assert await asyncio.to_thread(has_pulse, str(scene.path), 2.0)
+    assert await asyncio.to_thread(feel_pulse, str(scene.path), 2.0) == []
     # On the loop's own thread: it does not turn meanwhile.
-    assert not has_pulse(str(scene.path), 0.05)
+    assert feel_pulse(str(scene.path), 0.05) is None
     await scene.stop()
-    assert not has_pulse(str(scene.path), 0.05)
+    assert feel_pulse(str(scene.path), 0.05) is None
+
+
+async def test_a_pulse_tells_the_fronts_that_speak_and_not_those_that_are_silent(
+    scene: BrainScene, fronts: list[FrontScene]
+) -> None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(str(scene.path))
+    frozen = AsyncChannel(sock)
+    hello = brain_pb2.Word(hello=brain_pb2.FrontHello(front_id="frozen", number=7))
+    await frozen.send(brain_pb2.Words(words=[hello]).SerializeToString())
+    await eventually(lambda: scene.door.num_fronts == 3)
+
+    async def hears(*numbers: int) -> bool:
+        found = await asyncio.to_thread(feel_pulse, str(scene.path), 2.0)
+        return found is not None and sorted(found) == [*numbers]
+
+    assert await hears(0, 1, 7)
+    await wait_until_async(lambda: hears(0, 1), 5.0, "only those that speak are heard")
+    frozen.close()
 
 
 async def test_what_is_no_message_ends_its_connection_alone(
