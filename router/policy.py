@@ -2,8 +2,9 @@
 
     filter   alive, not draining, not excluded, able to hold the request, of one compatibility group
     shorten  the best few of each side by their own term
-    pair     queue + prefill + what is not hidden of hand-off and of waiting for room + decode step;
-             or local: the decode worker computes the prompt itself, at the cost of those it serves
+    pair     queue + prefill + what is not hidden of hand-off and of waiting for room + decode steps
+             + what others lose while all are busy; or local: the decode worker computes the prompt
+             itself, at the cost of those it serves
     pick     the cheapest that keeps the wanted time per token, else the one that misses it least;
              ties go to the worker picked longest ago
 
