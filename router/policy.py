@@ -226,8 +226,9 @@ class JointPolicy:
         rows = _best_rows(own, among, size)
         found = self._receivers_at(look, rows)
         if found and not [one for one in found if one.wait or one.missed]:
-            fits = self._fleet.room_tokens[rows].min() >= look.max_tokens
-            if fits and not self._fleet.is_any_silent(rows, look.ask.now_s):
+            room_tokens, need = self._fleet.room_tokens.item, look.max_tokens
+            fit = [row for row in rows.tolist() if room_tokens(row) >= need]
+            if len(fit) == len(found) and not self._fleet.is_any_silent(rows, look.ask.now_s):
                 return found
         rows = _best_rows(self._full_cost(look, own), among, size)
         return self._receivers_at(look, rows)
