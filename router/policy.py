@@ -2,8 +2,9 @@
 
     filter   alive, not draining, not excluded, able to hold the request, of one compatibility group
     shorten  the best few of each side by their own term
-    pair     queue + prefill + what is not hidden of hand-off and of waiting for room + decode step;
-             or local: the decode worker computes the prompt itself, at the cost of those it serves
+    pair     queue + prefill + what is not hidden of hand-off and of waiting for room + decode steps
+             + what others lose while all are busy; or local: the decode worker computes the prompt
+             itself, at the cost of those it serves
     pick     the cheapest that keeps the wanted time per token, else the one that misses it least;
              ties go to the worker picked longest ago
 
@@ -225,8 +226,9 @@ class JointPolicy:
         rows = _best_rows(own, among, size)
         found = self._receivers_at(look, rows)
         if found and not [one for one in found if one.wait or one.missed]:
-            fits = self._fleet.room_tokens[rows].min() >= look.max_tokens
-            if fits and not self._fleet.is_any_silent(rows, look.ask.now_s):
+            room_tokens, need = self._fleet.room_tokens.item, look.max_tokens
+            fit = [row for row in rows.tolist() if room_tokens(row) >= need]
+            if len(fit) == len(found) and not self._fleet.is_any_silent(rows, look.ask.now_s):
                 return found
         rows = _best_rows(self._full_cost(look, own), among, size)
         return self._receivers_at(look, rows)

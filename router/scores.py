@@ -211,8 +211,9 @@ class Scores:
         seqs, kv_tokens = fleet.num_seqs.item(row) + fleet.others_seqs.item(row), 0.0
         rest, until_s = cost, -np.inf
         if laws.is_fitted:
-            steps, tokens, pairs = fleet.head[:, row].tolist()
-            rest = max(cost - (p0 * steps + p1 * tokens + p2 * pairs), 0.0)
+            head = fleet.head.item
+            rest = cost - (p0 * head(0, row) + p1 * head(1, row) + p2 * head(2, row))
+            rest = max(rest, 0.0)
             until_s = cost + fleet.head_since_s.item(row)
             kv_tokens = fleet.kv_tokens.item(row)
         else:
@@ -243,9 +244,12 @@ class Scores:
 
     def _prompts(self, row: int) -> tuple[float, float, float]:
         """Returns the terms of all prompts in a queue."""
-        steps, tokens, pairs = self._fleet.queue[:, row].tolist()
-        more = self._fleet.others_queue[:, row].tolist()
-        return steps + more[0], tokens + more[1], pairs + more[2]
+        mine, others = self._fleet.queue.item, self._fleet.others_queue.item
+        return (
+            mine(0, row) + others(0, row),
+            mine(1, row) + others(1, row),
+            mine(2, row) + others(2, row),
+        )
 
     def _note_queue(self, row: int, cost: float, count: float) -> None:
         before = self._counts.item(row)

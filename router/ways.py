@@ -83,7 +83,8 @@ def shorten(own: FloatArray, size: int = SHORT_LIST) -> IntArray:
     else:
         rows = own.argpartition(size)[:size]
         rows.sort()
-    return rows[own[rows] < np.inf]
+    least = own[rows]
+    return rows if math.inf not in least.tolist() else rows[least < np.inf]
 
 
 def make_sender(ask: Ask, one: Standing, cached: float) -> Sender:

@@ -16,7 +16,7 @@ from router.load_book import LoadBook
 from router.placer import InProcessPlacer, PlaceQuery
 from router.policy import Choice, JointPolicy, Policy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex
-from router.waiting_room import has_room
+from router.room import has_room
 from router.worker_key import WorkerKey
 from simulation.cache_feed import CacheFeed
 from simulation.clock import EventQueue

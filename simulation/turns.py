@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.request import RequestId, Role
 from router.fair_queue import FairQueue
-from router.waiting_room import LOOK_AGAIN_S
+from router.room import LOOK_AGAIN_S
 from simulation.clock import EventQueue
 from simulation.routing import Brain
 

@@ -142,6 +142,26 @@ def test_a_busy_link_delays_and_is_avoided() -> None:
     assert choice.expected.handoff == pytest.approx(5.0, rel=0.02)
 
 
+def test_hand_offs_keep_a_link_for_as_long_as_they_take_and_not_until_they_land() -> None:
+    scene = Scene("p0", "d0")
+    for _ in range(2):
+        scene.book.charge_link(_key("d0"), 0.5)
+    assert scene.choose().expected.handoff == pytest.approx(1.0, rel=0.02)
+    scene.clock.advance(0.9)
+    # A prompt that will be computed in ten seconds has planned a hand-off as well.
+    scene.book.charge_link(_key("d0"), 0.5)
+    assert scene.choose().expected.handoff == pytest.approx(0.6, rel=0.02)
+
+
+def test_work_costs_others_only_while_nobody_is_idle() -> None:
+    scene = Scene("p0", "p1", "d0")
+    scene.prompt("p0", 4000, "a")
+    assert scene.choose(1000).expected.stall == 0.0
+    scene.prompt("p1", 2000, "b")
+    # The shortest queue is 0.2 s of prompts that take 0.3 s on average.
+    assert scene.choose(1000).expected.stall == pytest.approx(0.1 * 0.2 / 0.3, rel=0.02)
+
+
 def test_a_full_decode_worker_costs_the_wait_for_its_room() -> None:
     scene = Scene("p0", "d0", "d1")
     scene.decode("d0", 8)

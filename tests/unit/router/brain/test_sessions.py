@@ -26,8 +26,8 @@ from router.brain.talk import Talk
 from router.fleet import Fleet, Member
 from router.load_book import LoadBook
 from router.placer import Placed, PlaceQuery
+from router.room import PROMPTS_AHEAD
 from router.slo import TooLate
-from router.waiting_room import PROMPTS_AHEAD
 from router.worker_key import WorkerKey
 from tests.support.cluster import wait_until_async
 from tests.support.router_harness import eventually
