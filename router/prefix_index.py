@@ -8,7 +8,6 @@ Workers verify full digests and token ids themselves, so a wrong entry costs a c
 a wrong token. A worker that leaves is forgotten at once; its entries are swept out bit by bit.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,16 +19,18 @@ from pdserve.request import WorkerId
 from pdserve.timeline import Clock
 from router.granule_table import GranuleTable, Keys
 from router.holder_sets import MAX_ROWS, Bits, HolderSets, Rows, unpack_maps
+from router.placement_hints import Lengths, PlacementHints
 
 __all__ = ["GRANULE_TOKENS", "PrefixIndex", "hash_granules"]
 
 HINT_S = 30.0
 """A placed prompt that its worker has not cached by then is not going to be."""
 _KEYS_A_SWEEP = 1 << 14
-_MIN_TIDY = 1 << 12
 _NO_ROW = -1
+_NO_LENGTHS: Lengths = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 Matches = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Rows of workers, and how many leading granules each has."""
 
 
 @dataclass(slots=True)
@@ -39,15 +40,6 @@ class _Life:
     worker_id: WorkerId
     place: int
     is_watched: bool = False
-
-
-@dataclass(slots=True)
-class _Hint:
-    """Granules that a worker is about to hold; the last ones go first."""
-
-    place: int
-    keys: list[int]
-    until_s: float
 
 
 class PrefixIndex:
@@ -70,7 +62,6 @@ class PrefixIndex:
             seed: of the table's hash.
         """
         assert max_keys > 0
-        self._max_keys = max_keys
         self._clock = clock
         self._hint_s = hint_s
         self._table = GranuleTable(seed)
@@ -87,19 +78,13 @@ class PrefixIndex:
         """Places that are swept in this pass."""
         self._retired_next: list[int] = []
         self._next_segment = 0
-        self._hints: deque[_Hint] = deque()
-        """At watched workers, the oldest first."""
-        self._learnt: deque[_Hint] = deque()
-        """At others."""
-        self._num_queued = 0
-        """Keys in both when they were last tidied, and what came since."""
-        self._pending: dict[int, dict[int, _Hint]] = {}
-        """By place and key: pairs that are known from placements alone."""
-        self._num_pending = 0
+        self._hints = PlacementHints(max_keys)
+        self._told: tuple[Sequence[int], Lengths] | None = None
+        """The last prompt that was looked up, while what workers told of it is the same."""
 
     def __len__(self) -> int:
         """Counts (granule, worker) pairs; those of workers that left until they are swept out."""
-        return self._num_pairs
+        return self._num_pairs + len(self._hints)
 
     @property
     def num_bytes(self) -> int:
@@ -125,23 +110,10 @@ class PrefixIndex:
         life = self._lives[worker_id]
         ages = life.is_watched and self._clock is not None
         until_s = self._now_s() + self._hint_s if ages else float("inf")
-        queue = self._hints if life.is_watched else self._learnt
-        hint = _Hint(life.place, list(dict.fromkeys(keys)), until_s)
-        pending = self._pending.setdefault(life.place, {})
-        array = np.array(hint.keys, np.uint64)
-        is_new = self._store(np.full(len(array), life.place, np.uint16), array)
-        hint.keys = [
-            key
-            for key, new in zip(hint.keys, is_new.tolist(), strict=True)
-            if new or key in pending
-        ]
-        self._num_pending -= len(pending)
-        pending.update(dict.fromkeys(hint.keys, hint))
-        self._num_pending += len(pending)
-        queue.append(hint)
-        self._num_queued += len(hint.keys)
-        self._drop_hints()
-        self._tidy_hints()
+        places, lengths = self._look_up(keys)
+        (where,) = (places == life.place).nonzero()
+        self._hints.add(life.place, keys[lengths.item(where[0]) if len(where) else 0 :], until_s)
+        self._hints.drop(self._now_s())
         self.sweep()
 
     def match(self, keys: Sequence[int]) -> dict[WorkerId, int]:
@@ -152,20 +124,28 @@ class PrefixIndex:
 
     def match_rows(self, keys: Sequence[int]) -> Matches:
         """Returns the rows of the workers that hold the first granule, and how many each holds."""
-        self._drop_hints()
-        sets = self._find_leading(_as_keys(np.array(keys, np.uint64)))
-        if not len(sets):
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        places = self._sets.few_in(int(sets[0]))
-        if places is not None:
-            lengths = np.array([_count_leading(self._sets.contain(sets, p)) for p in places])
-        else:
-            places, lengths = self._measure_many(sets)
+        self._hints.drop(self._now_s())
+        places, lengths = self._hints.lengthen(keys, self._look_up(keys))
         rows = self._row_at[places]
         is_here = rows != _NO_ROW
         return rows[is_here], lengths[is_here]
 
-    def _measure_many(self, sets: NDArray[np.uint32]) -> Matches:
+    def _look_up(self, keys: Sequence[int]) -> Lengths:
+        """Returns how much of a prompt is known at which places, by what they told."""
+        if self._told is None or self._told[0] is not keys:
+            self._told = keys, self._measure(keys)
+        return self._told[1]
+
+    def _measure(self, keys: Sequence[int]) -> Lengths:
+        sets = self._find_leading(_as_keys(np.array(keys, np.uint64)))
+        if not len(sets):
+            return _NO_LENGTHS
+        places = self._sets.few_in(int(sets[0]))
+        if places is None:
+            return self._measure_many(sets)
+        return places, np.array([_count_leading(self._sets.contain(sets, p)) for p in places])
+
+    def _measure_many(self, sets: NDArray[np.uint32]) -> Lengths:
         """Returns the places in the first set, and in how many sets from there on each is."""
         # Neighbours mostly have the same holders.
         ends = np.append(np.flatnonzero(sets[1:] != sets[:-1]) + 1, len(sets))
@@ -208,7 +188,7 @@ class PrefixIndex:
             keys: of the granules that came or went, in order, for each worker.
             removed: says for each key that it went.
         """
-        self._drop_hints()
+        self._hints.drop(self._now_s())
         lives = [self._lives.get(each) for each in worker_ids]
         known = [i for i, life in enumerate(lives) if life is not None and life.is_watched]
         if not known:
@@ -255,12 +235,14 @@ class PrefixIndex:
                 more[: len(self._row_at)] = self._row_at
                 self._row_at = more
         self._row_at[place] = self._rows[worker_id]
+        self._told = None
         self._lives[worker_id] = _Life(worker_id, place)
         return self._lives[worker_id]
 
     def _retire(self, life: _Life) -> None:
         self._row_at[life.place] = _NO_ROW
-        self._num_pending -= len(self._pending.pop(life.place, ()))
+        self._hints.forget(life.place)
+        self._told = None
         self._retired_next.append(life.place)
 
     def _find_leading(self, keys: Keys) -> NDArray[np.uint32]:
@@ -277,35 +259,24 @@ class PrefixIndex:
         is_same_key = keys[1:] == keys[:-1]
         is_last = np.append(~(is_same_key & (places[1:] == places[:-1])), True)
         places, keys, is_removed = places[is_last], keys[is_last], is_removed[is_last]
-        self._confirm(places, keys)
+        self._told = None
+        if len(self._hints):
+            self._hints.end(places.tolist(), keys.tolist())
         is_stored = ~is_removed
         self._store(places[is_stored], keys[is_stored])
         self._remove(places[is_removed], keys[is_removed])
 
-    def _confirm(self, places: Rows, keys: Keys) -> None:
-        """What a worker itself tells of is no hint any more."""
-        if not self._num_pending:
-            return
-        is_hinted = np.isin(places, np.fromiter(self._pending, np.uint16, len(self._pending)))
-        for place, key in zip(places[is_hinted].tolist(), keys[is_hinted].tolist(), strict=True):
-            if self._pending[place].pop(key, None) is not None:
-                self._num_pending -= 1
-
-    def _store(self, places: Rows, keys: Keys) -> Bits:
-        """Adds pairs, each once; returns which of them are new."""
-        is_new = np.zeros(len(keys), np.bool_)
+    def _store(self, places: Rows, keys: Keys) -> None:
+        """Adds pairs, each once."""
         keys = _as_keys(keys)
         for turn in _turns(keys):
             added, to = keys[turn], places[turn]
             is_found, slots = self._table.find(added)
             slots = slots[is_found]
-            sets, joined = self._sets.add(self._table.values_at(slots), to[is_found])
+            sets, is_new = self._sets.add(self._table.values_at(slots), to[is_found])
             self._table.set_values(slots, sets)
             self._table.insert(added[~is_found], to[~is_found].astype(np.uint32))
-            is_new[turn[is_found]] = joined
-            is_new[turn[~is_found]] = True
-        self._num_pairs += int(is_new.sum())
-        return is_new
+            self._num_pairs += int(is_new.sum()) + len(added) - len(slots)
 
     def _remove(self, places: Rows, keys: Keys) -> None:
         keys = _as_keys(keys)
@@ -327,40 +298,6 @@ class PrefixIndex:
         self._table.delete(slots[left.is_empty])
         self._num_pairs -= int(left.num_removed.sum())
         return len(slots)
-
-    def _drop_hints(self) -> None:
-        """Drops hints that are too old, or too many, the oldest first and their ends before all."""
-        now_s = self._now_s()
-        dropped: dict[int, list[int]] = {}
-        for queue in (self._learnt, self._hints):
-            while queue and (queue[0].until_s <= now_s or self._num_pending > self._max_keys):
-                hint = queue[0]
-                if not hint.keys:
-                    queue.popleft()
-                    continue
-                key = hint.keys.pop()
-                if self._is_pending(hint, key):
-                    del self._pending[hint.place][key]
-                    self._num_pending -= 1
-                    dropped.setdefault(hint.place, []).append(key)
-        for place, keys in dropped.items():
-            self._remove(np.full(len(keys), place, np.uint16), np.array(keys, np.uint64))
-
-    def _is_pending(self, hint: _Hint, key: int) -> bool:
-        """Says whether it is this hint alone from which the pair is known."""
-        return self._pending.get(hint.place, {}).get(key) is hint
-
-    def _tidy_hints(self) -> None:
-        """Lets go of what was confirmed, or hinted at again, once that is most of it."""
-        if self._num_queued < 2 * self._num_pending + _MIN_TIDY:
-            return
-        for queue in (self._learnt, self._hints):
-            for hint in queue:
-                hint.keys = [key for key in hint.keys if self._is_pending(hint, key)]
-            left = [hint for hint in queue if hint.keys]
-            queue.clear()
-            queue.extend(left)
-        self._num_queued = self._num_pending
 
     def _now_s(self) -> float:
         return 0.0 if self._clock is None else self._clock.now()
