@@ -50,10 +50,10 @@ class CacheFeed:
     def _flush(self) -> None:
         self._is_due = False
         for worker_id, cache in self._caches.items():
-            changes = cache.take_changes()
-            if changes:
-                keys, removed = zip(*changes, strict=True)
-                self._batches.put(worker_id, np.array(keys, np.uint64), np.array(removed, np.bool_))
+            if cache.changes.keys:
+                changes = cache.take_changes()
+                keys = np.frombuffer(changes.keys, np.uint64)
+                self._batches.put(worker_id, keys, np.frombuffer(changes.is_removed, np.bool_))
         while self._batches.num_waiting:
             self._batches.flush()
         if self.has_work():

@@ -20,7 +20,9 @@ class PieceChain(HashChain):
 
     def __init__(self, pieces: Iterable[Piece], block_size: int) -> None:
         """Starts with some runs."""
-        super().__init__((), block_size, b"", "")
+        # Nothing else of the base's: all that reads it is done another way here.
+        self.block_size = block_size
+        self._hashes: list[BlockHash] = []
         self._runs: list[Piece] = []
         self._blocks: list[tuple[int, ...]] = []
         """Of each full block: content and length of each run, or the content alone."""
@@ -70,9 +72,8 @@ class PieceChain(HashChain):
             if self._num_rest < size:
                 return
             self._close(self._rest if len(self._rest) > 2 else self._rest[:1])
-        whole = (token_id,)
         for _ in range(count // size):
-            self._close(whole)
+            self._close((token_id,))
         self._num_rest = count % size
         self._rest = (token_id, self._num_rest) if self._num_rest else ()
 
@@ -103,6 +104,10 @@ class PieceChain(HashChain):
         """Returns what tells a full block from others: its runs."""
         return self._blocks[index]
 
+    def block_hash(self, index: int) -> BlockHash:
+        """Returns the hash of a full block; all are made at once."""
+        return self._hashes[index]
+
     def granule_key(self, index: int) -> int:
         """Returns the key of a full granule: blocks divide it, see `ClusterShape`."""
         return self._keys[self._granule_blocks * (index + 1) - 1]
@@ -113,9 +118,9 @@ class PieceChain(HashChain):
 
     def _close(self, block: tuple[int, ...]) -> None:
         # Of numbers, so it is the same in every process.
-        self._last_hash = hash((self._last_hash, block)) & _MASK
-        self._keys.append(self._last_hash)
-        self._hashes.append(BlockHash(self._last_hash.to_bytes(8, "little")))
+        self._last_hash = last = hash((self._last_hash, block)) & _MASK
+        self._keys.append(last)
+        self._hashes.append(BlockHash(last.to_bytes(8, "little")))
         self._blocks.append(block)
         self._rest, self._num_rest = (), 0
 

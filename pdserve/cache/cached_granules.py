@@ -7,7 +7,8 @@ If blocks do not divide a granule, two blocks with different tokens behind the g
 both hold that end. Only the first of them is noted, so less may be told than is there, never more.
 """
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,11 +23,31 @@ class GranuleChange(NamedTuple):
 
 
 @dataclass(slots=True)
+class GranuleChanges:
+    """Several changes in order, as columns: what is sent on in bytes anyway."""
+
+    keys: "array[int]" = field(default_factory=lambda: array("Q"))
+    is_removed: bytearray = field(default_factory=bytearray)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[GranuleChange]:
+        return map(GranuleChange, self.keys, map(bool, self.is_removed))
+
+    def append(self, key: int, *, is_removed: bool) -> None:
+        """Adds one."""
+        self.keys.append(key)
+        self.is_removed.append(is_removed)
+
+
+@dataclass(slots=True)
 class _Granule:
     parent: int | None
     blocks: Sequence[BlockId]
     """All that hold a token of it."""
-    children: set[int] = field(default_factory=set)
+    children: set[int] | None = None
+    """None: there were none yet."""
 
 
 class CachedGranules:
@@ -35,8 +56,9 @@ class CachedGranules:
     def __init__(self) -> None:
         """Nothing is cached."""
         self._granules: dict[int, _Granule] = {}
-        self._keys_of: dict[BlockId, set[int]] = {}
-        self._changes: list[GranuleChange] = []
+        self._keys_of: dict[BlockId, tuple[int, ...]] = {}
+        self.changes = GranuleChanges()
+        """Since they were last taken."""
 
     def __len__(self) -> int:
         return len(self._granules)
@@ -59,34 +81,43 @@ class CachedGranules:
         """
         self._granules[key] = _Granule(parent, blocks)
         if parent is not None:
-            self._granules[parent].children.add(key)
+            before = self._granules[parent]
+            if before.children is None:
+                before.children = {key}
+            else:
+                before.children.add(key)
+        keys_of = self._keys_of
         for block in blocks:
-            self._keys_of.setdefault(block, set()).add(key)
-        self._changes.append(GranuleChange(key, is_removed=False))
+            keys = keys_of.get(block)
+            keys_of[block] = (key,) if keys is None else (*keys, key)
+        self.changes.append(key, is_removed=False)
 
     def evict(self, blocks: Iterable[BlockId]) -> None:
         """Notes that blocks left the cache."""
         for block in blocks:
-            for key in self._keys_of.get(block, set()).copy():
+            for key in self._keys_of.get(block, ()):
                 self._remove(key)
 
-    def take_changes(self) -> list[GranuleChange]:
+    def take_changes(self) -> GranuleChanges:
         """Returns, once, what changed, in order."""
-        changes, self._changes = self._changes, []
+        changes, self.changes = self.changes, GranuleChanges()
         return changes
 
     def _remove(self, key: int) -> None:
         """Removes a granule and what extends it; leaves first."""
-        doomed = [key] if key in self._granules else []
+        granules, keys_of = self._granules, self._keys_of
+        doomed = [key] if key in granules else []
         for each in doomed:
-            doomed.extend(self._granules[each].children)
+            doomed.extend(granules[each].children or ())
         for each in reversed(doomed):
-            granule = self._granules.pop(each)
-            if granule.parent in self._granules:
-                self._granules[granule.parent].children.discard(each)
+            granule = granules.pop(each)
+            before = None if granule.parent is None else granules.get(granule.parent)
+            if before is not None and before.children is not None:
+                before.children.discard(each)
             for block in granule.blocks:
-                keys = self._keys_of[block]
-                keys.discard(each)
-                if not keys:
-                    del self._keys_of[block]
-            self._changes.append(GranuleChange(each, is_removed=True))
+                keys = keys_of[block]
+                if len(keys) == 1:
+                    del keys_of[block]
+                else:
+                    keys_of[block] = tuple([other for other in keys if other != each])
+            self.changes.append(each, is_removed=True)

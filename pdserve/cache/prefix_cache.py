@@ -21,8 +21,10 @@ from pdserve.request import BlockId
 EntryId = NewType("EntryId", int)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
+    """Nobody changes it. Not frozen: that takes longer to make."""
+
     entry_id: EntryId
     parent: EntryId | None
     block: BlockId
@@ -188,24 +190,27 @@ class PrefixCache:
         self, granules: CachedGranules, table: BlockTable, chain: HashChain, first: int
     ) -> None:
         """Tells of the granules that end in the table's blocks from `first` on."""
-        size = chain.block_size
-        for index in range(
-            first * size // GRANULE_TOKENS, len(table._entries) * size // GRANULE_TOKENS
-        ):
+        size, first_granule = chain.block_size, first * chain.block_size // GRANULE_TOKENS
+        parent = chain.granule_key(first_granule - 1) if first_granule else None
+        if parent is not None and not granules.has(parent):
+            return
+        has_told_parent = False
+        for index in range(first_granule, len(table._entries) * size // GRANULE_TOKENS):
             key = chain.granule_key(index)
             if granules.has(key):
+                parent, has_told_parent = key, False
                 continue
-            parent = chain.granule_key(index - 1) if index else None
-            if parent is not None and not granules.has(parent):
-                return
             start = index * GRANULE_TOKENS // size
             stop = -(-(index + 1) * GRANULE_TOKENS // size)
             # The block before it, too: the parent may have come back as other entries.
-            held = [self._live_block(table, chain, each) for each in range(max(start - 1, 0), stop)]
-            blocks = [block for block in held if block is not None]
+            if start and not has_told_parent and self._live_block(table, chain, start - 1) is None:
+                return
+            held = [self._live_block(table, chain, each) for each in range(start, stop)]
+            blocks = tuple([block for block in held if block is not None])
             if len(blocks) < len(held):
                 return
-            granules.add(key, parent, tuple(blocks[start - max(start - 1, 0) :]))
+            granules.add(key, parent, blocks)
+            parent, has_told_parent = key, True
 
     def _live_block(self, table: BlockTable, chain: HashChain, index: int) -> BlockId | None:
         """Returns the block of the entry that stands for a table's block; None: it was evicted."""

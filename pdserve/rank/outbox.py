@@ -1,9 +1,7 @@
 """What the engine thread sends to its face: replies at once, token updates once per turn."""
 
-from array import array
-from collections.abc import Sequence
 
-from pdserve.cache.cached_granules import GranuleChange
+from pdserve.cache.cached_granules import GranuleChanges
 from pdserve.errors import PdserveError
 from pdserve.request import FrontId
 from pdserve.rpc.channel import BlockingChannel
@@ -52,12 +50,12 @@ class Outbox:
             self.send(rank_pb2.FromRank(updates=updates))
             self._updates = []
 
-    def tell_cached(self, changes: Sequence[GranuleChange]) -> None:
+    def tell_cached(self, changes: GranuleChanges) -> None:
         """Sends this turn's changes of the prefix cache, if any."""
         for start in range(0, len(changes), MAX_CHANGES):
-            part = changes[start : start + MAX_CHANGES]
+            end = start + MAX_CHANGES
             message = rank_pb2.CacheChanges(
-                keys=array("Q", [change.key for change in part]).tobytes(),
-                is_removed=bytes(change.is_removed for change in part),
+                keys=changes.keys[start:end].tobytes(),
+                is_removed=bytes(changes.is_removed[start:end]),
             )
             self.send(rank_pb2.FromRank(cache_changes=message))

@@ -59,12 +59,12 @@ def test_a_granule_is_told_of_when_its_last_block_is_there():
     chain = _chain(_words(1, 2, 3, 4, 5))
     table = _open(cache, chain)
     cache.enter(table, chain, GRANULE_TOKENS - 1)
-    assert granules.take_changes() == []
+    assert list(granules.take_changes()) == []
     cache.enter(table, chain, GRANULE_TOKENS)
     cache.enter(table, chain, len(chain))
     key = chain.granule_key(0)
-    assert granules.take_changes() == [(key, False)]
-    assert granules.take_changes() == []
+    assert list(granules.take_changes()) == [(key, False)]
+    assert list(granules.take_changes()) == []
 
 
 def test_a_granule_goes_with_any_of_its_blocks_and_comes_back_with_it():
@@ -74,10 +74,10 @@ def test_a_granule_goes_with_any_of_its_blocks_and_comes_back_with_it():
     granules.take_changes()
     other = _open(cache, _chain(_words(7, 8)))
     key = chain.granule_key(0)
-    assert granules.take_changes() == [(key, True)]
+    assert list(granules.take_changes()) == [(key, True)]
     cache.close(other)
     cache.close(_compute(cache, chain))
-    assert granules.take_changes() == [(key, False)]
+    assert list(granules.take_changes()) == [(key, False)]
 
 
 def test_what_extends_an_evicted_granule_goes_first():
@@ -86,7 +86,7 @@ def test_what_extends_an_evicted_granule_goes_first():
     cache.close(_compute(cache, two))
     granules.take_changes()
     _open(cache, _chain(_words(*range(10, 18))))
-    assert granules.take_changes() == [(two.granule_key(1), True), (one.granule_key(0), True)]
+    assert list(granules.take_changes()) == [(two.granule_key(1), True), (one.granule_key(0), True)]
     assert len(granules) == 0
 
 
