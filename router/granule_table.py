@@ -39,6 +39,7 @@ _MAX_KICKS = 200
 _NUM_PARTS = 4
 _MAX_REHASH = 1 << 16
 """Keys that are spread anew at once."""
+_MASK = 2**64 - 1
 _HALF = np.uint64(32)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _SECOND_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -54,7 +55,7 @@ class GranuleTable:
             seed: of the hash. Keys come from what clients send: who does not know the seed cannot
                 choose prompts that fill one segment.
         """
-        self._factor = np.uint64((0xD6E8FEB86659FD93 ^ seed << 1) & 0xFFFFFFFFFFFFFFFF | 1)
+        self._factor = np.uint64((0xD6E8FEB86659FD93 ^ seed << 1) & _MASK | 1)
         self._stride = 1
         self._num_buckets = np.ones(_NUM_SEGMENTS, np.uint64)
         self._counts = np.zeros(_NUM_SEGMENTS, np.int64)
@@ -84,6 +85,18 @@ class GranuleTable:
             others = self._second_of(mixed[rest], segments[rest])
             is_found[rest], slots[rest] = self._find_in(others, keys[rest])
         return is_found, slots
+
+    def has(self, key: int) -> bool:
+        """Says whether one key is there, as `find` does, in the time of a few of its steps."""
+        mixed = key * int(self._factor) & _MASK
+        segment = mixed >> int(_SEGMENT_SHIFT)
+        num_buckets = self._num_buckets.item(segment)
+        other = (mixed ^ mixed >> 32) * int(_SECOND_FACTOR) & _MASK
+        for fraction in (mixed >> 16 & int(_LOW_32), other >> 32):
+            bucket = (fraction * num_buckets >> 32) * _NUM_SEGMENTS + segment
+            if key in self._keys[bucket].tolist():
+                return True
+        return False
 
     def values_at(self, slots: Slots) -> Values:
         """Returns the values of keys that were found."""

@@ -119,6 +119,8 @@ class PrefixIndex:
     def match(self, keys: Sequence[int]) -> dict[WorkerId, int]:
         """Returns how many leading granules each worker holds; workers without any are absent."""
         rows, lengths = self.match_rows(keys)
+        if not len(rows):
+            return {}
         pairs = zip(rows.tolist(), lengths.tolist(), strict=True)
         return {self._ids[row]: length for row, length in pairs}
 
@@ -137,9 +139,10 @@ class PrefixIndex:
         return self._told[1]
 
     def _measure(self, keys: Sequence[int]) -> Lengths:
-        sets = self._find_leading(_as_keys(np.array(keys, np.uint64)))
-        if not len(sets):
+        # Most prompts that are new to everybody are so from their first granule on.
+        if not keys or not self._table.has(max(keys[0], 1)):
             return _NO_LENGTHS
+        sets = self._find_leading(_as_keys(np.array(keys, np.uint64)))
         places = self._sets.few_in(int(sets[0]))
         if places is None:
             return self._measure_many(sets)

@@ -13,10 +13,9 @@ LOOK_AGAIN_S = 0.05
 
 def has_room(fleet: Fleet, role: Role, now_s: float) -> bool:
     """Says whether a worker of a pool would soon be idle, or none is there to wait for."""
-    rows = fleet.usable(role, (), now_s).nonzero()[0]
-    if not len(rows):
-        return True
-    work = fleet.queue[:2, rows] + fleet.others_queue[:2, rows]
-    is_short = work[0] < PROMPTS_AHEAD
-    is_short |= work[1] < STEPS_AHEAD * fleet.chunk_tokens[rows]
-    return bool(is_short.any())
+    is_usable = fleet.usable(role, (), now_s)
+    num_prompts, num_tokens = fleet.queue[0] + fleet.others_queue[0], fleet.queue[1]
+    is_short = num_prompts < PROMPTS_AHEAD
+    is_short |= num_tokens + fleet.others_queue[1] < STEPS_AHEAD * fleet.chunk_tokens
+    is_short &= is_usable
+    return bool(is_short.any()) or not is_usable.any()

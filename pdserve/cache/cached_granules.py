@@ -79,14 +79,14 @@ class CachedGranules:
             parent: key of the granule before it, which is present; None: there is none.
             blocks: all that hold a token of it.
         """
-        self._granules[key] = _Granule(parent, blocks)
+        granules, keys_of = self._granules, self._keys_of
+        granules[key] = _Granule(parent, blocks)
         if parent is not None:
-            before = self._granules[parent]
+            before = granules[parent]
             if before.children is None:
                 before.children = {key}
             else:
                 before.children.add(key)
-        keys_of = self._keys_of
         for block in blocks:
             keys = keys_of.get(block)
             keys_of[block] = (key,) if keys is None else (*keys, key)
