@@ -270,7 +270,7 @@ class PrefixIndex:
         self._remove(places[is_removed], keys[is_removed])
 
     def _store(self, places: Rows, keys: Keys) -> None:
-        """Adds pairs, each once."""
+        """Adds pairs, each once; keys are in order, as below."""
         keys = _as_keys(keys)
         for turn in _turns(keys):
             added, to = keys[turn], places[turn]
@@ -315,13 +315,13 @@ def _as_keys(keys: Keys) -> Keys:
     return np.maximum(keys, np.uint64(1))
 
 
-def _turns(keys: Keys) -> list[NDArray[np.int64]]:
-    """Cuts indexes into parts in which no key comes twice."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    is_first = np.append(True, ordered[1:] != ordered[:-1])
+def _turns(keys: Keys) -> list[Bits | slice]:
+    """Says in which parts of ordered keys no key comes twice."""
+    if not len(keys):
+        return []
+    is_first = np.append(True, keys[1:] != keys[:-1])
     if is_first.all():
-        return [order] if len(order) else []
-    starts = np.flatnonzero(is_first)
+        return [slice(None)]
+    starts = is_first.nonzero()[0]
     rank = np.arange(len(keys)) - np.repeat(starts, np.diff(np.append(starts, len(keys))))
-    return [order[rank == turn] for turn in range(int(rank.max()) + 1)]
+    return [rank == turn for turn in range(int(rank.max()) + 1)]

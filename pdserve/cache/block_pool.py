@@ -13,6 +13,7 @@ sequences; it is written by none of them then. The pool knows ids only, no token
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from pdserve.request import BlockId
 
@@ -228,9 +229,11 @@ class BlockPool:
 
     def evict(self, count: int) -> tuple[BlockId, ...]:
         """Frees the `count` longest unused cached blocks (or all there are) and names them."""
-        evicted = tuple(block for block, _ in zip(self._cached, range(count), strict=False))
+        evicted = tuple(islice(self._cached, max(count, 0)))
         for block in evicted:
-            self.forget(block)
+            del self._cached[block]
+        self._kept.difference_update(evicted)
+        self._free.add(evicted)
         return evicted
 
     def make_writable(self, table: list[BlockId], index: int) -> tuple[BlockId, BlockId] | None:

@@ -35,19 +35,16 @@ class GranuleChanges:
     def __iter__(self) -> Iterator[GranuleChange]:
         return map(GranuleChange, self.keys, map(bool, self.is_removed))
 
-    def append(self, key: int, *, is_removed: bool) -> None:
-        """Adds one."""
-        self.keys.append(key)
-        self.is_removed.append(is_removed)
-
 
 @dataclass(slots=True)
 class _Granule:
     parent: int | None
     blocks: Sequence[BlockId]
     """All that hold a token of it."""
+    child: int | None = None
+    """One of those that extend it, if any do; most have no other."""
     children: set[int] | None = None
-    """None: there were none yet."""
+    """The others."""
 
 
 class CachedGranules:
@@ -83,14 +80,18 @@ class CachedGranules:
         granules[key] = _Granule(parent, blocks)
         if parent is not None:
             before = granules[parent]
-            if before.children is None:
+            if before.child is None:
+                before.child = key
+            elif before.children is None:
                 before.children = {key}
             else:
                 before.children.add(key)
         for block in blocks:
             keys = keys_of.get(block)
             keys_of[block] = (key,) if keys is None else (*keys, key)
-        self.changes.append(key, is_removed=False)
+        changes = self.changes
+        changes.keys.append(key)
+        changes.is_removed.append(False)
 
     def evict(self, blocks: Iterable[BlockId]) -> None:
         """Notes that blocks left the cache."""
@@ -105,19 +106,30 @@ class CachedGranules:
 
     def _remove(self, key: int) -> None:
         """Removes a granule and what extends it; leaves first."""
-        granules, keys_of = self._granules, self._keys_of
+        granules = self._granules
         doomed = [key] if key in granules else []
         for each in doomed:
-            doomed.extend(granules[each].children or ())
+            granule = granules[each]
+            if granule.child is not None:
+                doomed.append(granule.child)
+            if granule.children:
+                doomed.extend(granule.children)
         for each in reversed(doomed):
-            granule = granules.pop(each)
-            before = None if granule.parent is None else granules.get(granule.parent)
-            if before is not None and before.children is not None:
-                before.children.discard(each)
-            for block in granule.blocks:
-                keys = keys_of[block]
-                if len(keys) == 1:
-                    del keys_of[block]
-                else:
-                    keys_of[block] = tuple([other for other in keys if other != each])
-            self.changes.append(each, is_removed=True)
+            self._remove_leaf(each)
+
+    def _remove_leaf(self, key: int) -> None:
+        granule, keys_of = self._granules.pop(key), self._keys_of
+        before = None if granule.parent is None else self._granules.get(granule.parent)
+        if before is not None:
+            if before.child == key:
+                before.child = before.children.pop() if before.children else None
+            elif before.children is not None:
+                before.children.discard(key)
+        for block in granule.blocks:
+            keys = keys_of[block]
+            if len(keys) == 1:
+                del keys_of[block]
+            else:
+                keys_of[block] = tuple([other for other in keys if other != key])
+        self.changes.keys.append(key)
+        self.changes.is_removed.append(True)
