@@ -159,8 +159,10 @@ class PrefixCache:
         if not self._is_enabled or len(table._entries) >= num_full_blocks:
             return
         first = len(table._entries)
+        parent = table._entries[-1] if first else None
         for index in range(first, num_full_blocks):
-            table._entries.append(self._enter(table, chain, index))
+            parent = self._enter(table.block_ids[index], chain, index, parent)
+            table._entries.append(parent)
         if self._granules is not None:
             self._note_granules(self._granules, table, chain, first)
 
@@ -194,8 +196,9 @@ class PrefixCache:
         parent = chain.granule_key(first_granule - 1) if first_granule else None
         if parent is not None and not granules.has(parent):
             return
+        by_hash, entries = self._by_hash, table._entries
         has_told_parent = False
-        for index in range(first_granule, len(table._entries) * size // GRANULE_TOKENS):
+        for index in range(first_granule, len(entries) * size // GRANULE_TOKENS):
             key = chain.granule_key(index)
             if granules.has(key):
                 parent, has_told_parent = key, False
@@ -203,24 +206,20 @@ class PrefixCache:
             start = index * GRANULE_TOKENS // size
             stop = -(-(index + 1) * GRANULE_TOKENS // size)
             # The block before it, too: the parent may have come back as other entries.
-            if start and not has_told_parent and self._live_block(table, chain, start - 1) is None:
-                return
-            held = [self._live_block(table, chain, each) for each in range(start, stop)]
-            blocks = tuple([block for block in held if block is not None])
-            if len(blocks) < len(held):
-                return
-            granules.add(key, parent, blocks)
+            before = start - 1 if start and not has_told_parent else start
+            blocks = []
+            for each in range(before, stop):
+                entry = by_hash.get(chain.block_hash(each))
+                if entry is None or entry.entry_id != entries[each]:
+                    return
+                blocks.append(entry.block)
+            granules.add(key, parent, tuple(blocks[start - before :]))
             parent, has_told_parent = key, True
 
-    def _live_block(self, table: BlockTable, chain: HashChain, index: int) -> BlockId | None:
-        """Returns the block of the entry that stands for a table's block; None: it was evicted."""
-        entry = self._by_hash.get(chain.block_hash(index))
-        return entry.block if entry and entry.entry_id == table._entries[index] else None
-
-    def _enter(self, table: BlockTable, chain: HashChain, index: int) -> EntryId:
+    def _enter(
+        self, block: BlockId, chain: HashChain, index: int, parent: EntryId | None
+    ) -> EntryId:
         digest = chain.block_hash(index)
-        block = table.block_ids[index]
-        parent = table._entries[index - 1] if index else None
         known = self._by_hash.get(digest)
         if known is not None:
             if _matches(known, chain, index, parent):
