@@ -15,7 +15,7 @@ from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.prefill_actions import PrefillStage
 from pdserve.engine.scheduler import SchedulerLedger, Stage
 from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
-from pdserve.request import Incarnation, Request, RequestId, Role, SamplingParams, WorkerId
+from pdserve.request import Incarnation, Request, RequestId, Role, WorkerId
 from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
 from router.admission import Admission
 from router.policy import Choice
@@ -24,9 +24,9 @@ from router.worker_key import WorkerKey
 from simulation.clock import EventQueue, without_collector
 from simulation.decode_node import DecodeNode
 from simulation.handoffs import Handoff, Handoffs
-from simulation.journey import Journey
+from simulation.journey import Journey, begin_journey
 from simulation.pace import Pace
-from simulation.piece_chain import PieceChain
+from simulation.piece_chain import PieceChain, PromptChains
 from simulation.prefill_node import PrefillNode
 from simulation.record import Outcome
 from simulation.routing import Brain, PolicyMaker, make_joint_policy
@@ -35,7 +35,6 @@ from simulation.shape import ClusterRun, ClusterShape
 from simulation.turns import Turns, Waiting
 from simulation.workload import Arrival, Workload
 
-_FIRST_OUTPUT_CONTENT = 2**31
 RETRY_S = 0.05
 MAX_ATTEMPTS = 5
 
@@ -43,9 +42,15 @@ MAX_ATTEMPTS = 5
 class Cluster:
     """All parts, and the router's share of every request."""
 
-    def __init__(self, shape: ClusterShape, make_policy: PolicyMaker = make_joint_policy) -> None:
-        """Starts the workers; nothing arrives yet."""
+    def __init__(
+        self,
+        shape: ClusterShape,
+        make_policy: PolicyMaker = make_joint_policy,
+        chains: PromptChains | None = None,
+    ) -> None:
+        """Starts the workers; nothing arrives yet. Several clusters may share chains."""
         self.shape = shape
+        self._chains = chains
         self.queue = EventQueue()
         self._brain = Brain(
             {one.worker_class: one for one in (shape.prefill, shape.decode)}.values(),
@@ -142,21 +147,8 @@ class Cluster:
     # What requests go through, in the order of their lives.
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
-        prompt = arrival.prompt()
-        content = arrival.output_content
-        request = Request(
-            request_id=RequestId(f"r{number}"),
-            token_ids=prompt,
-            num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(max_tokens=arrival.num_output_tokens, ignore_eos=True),
-        )
-        journey = Journey(
-            arrival=arrival,
-            request=request,
-            token=_FIRST_OUTPUT_CONTENT + number if content is None else content,
-        )
-        journey.chain = PieceChain(arrival.pieces, self.shape.prefill.block_size)
-        journey.granules = journey.chain.granules()
+        journey = begin_journey(number, arrival, self.shape.prefill.block_size, self._chains)
+        request = journey.request
         try:
             self._admission.admit()
         except Overloaded:

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from pdserve.request import Request, RequestId
+from pdserve.request import Request, RequestId, SamplingParams
 from router.placer import PlaceQuery
 from router.worker_key import WorkerKey
-from simulation.piece_chain import PieceChain
+from simulation.piece_chain import PieceChain, PromptChains
 from simulation.record import Outcome, Record
 from simulation.shape import ClusterShape
 from simulation.workload import Arrival
+
+_FIRST_OUTPUT_CONTENT = 2**31
 
 
 @dataclass(slots=True, eq=False)
@@ -85,3 +87,28 @@ class Journey:
             return None
         gaps = self.arrival.num_output_tokens - 1
         return (self.last_s - self.first_s) / gaps if gaps else 0.0
+
+
+def begin_journey(
+    number: int, arrival: Arrival, block_size: int, chains: PromptChains | None
+) -> Journey:
+    """Returns the first attempt of a request, its prompt hashed; chains: those known already."""
+    prompt = arrival.prompt()
+    content = arrival.output_content
+    request = Request(
+        request_id=RequestId(f"r{number}"),
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(max_tokens=arrival.num_output_tokens, ignore_eos=True),
+    )
+    if chains is None:
+        chain = PieceChain(arrival.pieces, block_size)
+    else:
+        chain = chains.of(arrival.pieces, block_size)
+    return Journey(
+        arrival=arrival,
+        request=request,
+        token=_FIRST_OUTPUT_CONTENT + number if content is None else content,
+        chain=chain,
+        granules=chain.granules(),
+    )

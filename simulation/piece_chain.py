@@ -125,6 +125,21 @@ class PieceChain(HashChain):
         self._rest, self._num_rest = (), 0
 
 
+class PromptChains:
+    """Chains of prompts, made once for all simulations of one workload; nobody appends to them."""
+
+    def __init__(self) -> None:
+        """Knows no prompt."""
+        self._known: dict[tuple[int, tuple[Piece, ...]], PieceChain] = {}
+
+    def of(self, pieces: tuple[Piece, ...], block_size: int) -> PieceChain:
+        """Returns the chain of a prompt."""
+        chain = self._known.get((block_size, pieces))
+        if chain is None:
+            chain = self._known[block_size, pieces] = PieceChain(pieces, block_size)
+        return chain
+
+
 def _join(runs: tuple[int, ...], content: int, count: int) -> tuple[int, ...]:
     if runs[-2] == content:
         return (*runs[:-1], runs[-1] + count)

@@ -16,6 +16,7 @@ from pdserve.errors import ConfigError
 from pdserve.predictor.profile import Profile
 from simulation.bounds import hopeless_share, lower_bounds
 from simulation.cluster import Cluster
+from simulation.piece_chain import PromptChains
 from simulation.report import Report, Slo, make_report
 from simulation.sampling import Sample
 from simulation.shape import ClusterShape
@@ -77,6 +78,7 @@ class Search:
     note: Callable[[Trial], None] = lambda trial: None
     """Hears of each trial."""
     _trials: list[Trial] = field(default_factory=list)
+    _chains: PromptChains = field(default_factory=PromptChains)
 
     def run(self, profiles: tuple[Profile, ...]) -> Plan:
         """Searches all kinds and takes the plan of the fewest GPUs.
@@ -196,7 +198,13 @@ class Search:
             num_decode=num_decode,
             tpot_slo_s=self.slo.tpot_s,
         )
-        report = simulate(shape, workload, self.slo, num_warm_up=self.sample.num_warm_up)
+        report = simulate(
+            shape,
+            workload,
+            self.slo,
+            num_warm_up=self.sample.num_warm_up,
+            chains=self._chains,
+        )
         trial = Trial(
             profile=profile,
             num_prefill=num_prefill,
@@ -208,9 +216,16 @@ class Search:
         return trial
 
 
-def simulate(shape: ClusterShape, workload: Workload, slo: Slo, *, num_warm_up: int = 0) -> Report:
+def simulate(
+    shape: ClusterShape,
+    workload: Workload,
+    slo: Slo,
+    *,
+    num_warm_up: int = 0,
+    chains: PromptChains | None = None,
+) -> Report:
     """Runs a workload through a cluster; the first requests may be left out of the figures."""
-    run = Cluster(shape).run(workload)
+    run = Cluster(shape, chains=chains).run(workload)
     begin_s = workload.arrivals[num_warm_up].at_s
     records = [one for one in run.records if one.at_s >= begin_s]
     return make_report(records, run, slo, shape.num_gpus)

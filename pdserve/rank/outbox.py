@@ -1,6 +1,5 @@
 """What the engine thread sends to its face: replies at once, token updates once per turn."""
 
-
 from pdserve.cache.cached_granules import GranuleChanges
 from pdserve.errors import PdserveError
 from pdserve.request import FrontId
