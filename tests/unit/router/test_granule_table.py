@@ -76,3 +76,15 @@ def test_a_table_gets_longer_a_piece_at_a_time_and_ahead_of_need(
     # But for the first few, when the table is small, no call makes the arrays much longer.
     assert max(added[50:]) <= 1 << 17
     assert sum(added) == table.num_bytes - GranuleTable().num_bytes
+
+
+def test_one_key_is_found_as_many_are():
+    random = np.random.default_rng(11)
+    table = GranuleTable(seed=9)
+    there = np.unique(random.integers(1, 2**64, 9000, dtype=np.uint64))
+    for part in np.array_split(there, 30):
+        table.insert(part, np.zeros(len(part), np.uint32))
+    asked = np.concatenate((there, random.integers(1, 2**64, 9000, dtype=np.uint64)))
+    is_found, _ = table.find(asked)
+    assert [table.has(key) for key in asked.tolist()] == is_found.tolist()
+    assert is_found.sum() >= len(there)

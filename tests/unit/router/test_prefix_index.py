@@ -316,3 +316,48 @@ def test_a_message_of_another_life_is_refused():
     world = World()
     batch = worker_pb2.CacheBatch(epoch=99, first_sequence=1, keys=[1])
     assert world.feed.take(batch) is Taken.WRONG_EPOCH
+
+
+_PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+_LIFE = st.lists(
+    st.tuples(st.sampled_from(["place", "place", "store", "evict", "wait"]), _IDS, _PROMPTS),
+    max_size=60,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_LIFE)
+def test_C12_placements_and_events_together_answer_as_sets_would(steps):
+    """Keys name whole prefixes, as in service, and workers hold what is closed under prefixes."""
+    clock = ManualClock()
+    index = PrefixIndex(clock=clock, seed=5)
+    told: dict[WorkerId, set[int]] = {}
+    hinted: dict[WorkerId, dict[int, float]] = {}
+    for what, worker_id, words in steps:
+        keys = [hash((7, *words[: end + 1])) % 2**64 for end in range(len(words))]
+        if worker_id not in told:
+            index.begin_snapshot(worker_id)
+            told[worker_id], hinted[worker_id] = set(), {}
+        has, hints = told[worker_id], hinted[worker_id]
+        if what == "place":
+            index.match(keys)
+            index.add(worker_id, keys)
+            hints |= dict.fromkeys(set(keys) - has, clock.now() + HINT_S)
+        elif what == "store":
+            _tell(index, worker_id, *keys)
+            has |= set(keys)
+            for key in keys:
+                hints.pop(key, None)
+        elif what == "evict":
+            gone = {key for key in has if key not in keys}
+            if gone:
+                _tell(index, worker_id, *gone, removed=True)
+            has -= gone
+        else:
+            clock.advance(HINT_S * 0.4)
+        for each in hinted.values():
+            for key in [key for key, until_s in each.items() if until_s <= clock.now()]:
+                del each[key]
+        held = {each: told[each] | set(hinted[each]) for each in told}
+        assert index.match(keys) == _expected(held, keys)
+    assert len(index) == sum(len(told[each] | set(hinted[each])) for each in told)

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from pdserve.cache.block_hash import HashChain
-from simulation.piece_chain import PieceChain
+from simulation.piece_chain import PieceChain, PromptChains
 from simulation.workload import Piece
 
 
@@ -70,3 +70,12 @@ def test_granules_are_blocks_of_128_tokens_whatever_the_block_size():
     other = PieceChain([Piece(1, 200), Piece(2, 100)], 16)
     assert other.granules()[0] == small.granules()[0]
     assert other.granules()[1] != small.granules()[1]
+
+
+def test_a_prompt_is_hashed_once_for_each_size_of_blocks():
+    chains = PromptChains()
+    pieces = (Piece(1, 200), Piece(2, 100))
+    chain = chains.of(pieces, 128)
+    assert chains.of((Piece(1, 200), Piece(2, 100)), 128) is chain
+    assert chains.of(pieces, 64).num_full_blocks == 4
+    assert chain.granules() == PieceChain(pieces, 128).granules()
