@@ -28,7 +28,7 @@ _SPREAD_PER_KEY = 8
 """Keys that are spread anew for each one that comes, unless a segment is past the hard limit. It is
 enough to get round before any is: the table grows by a sixth from one limit to the other."""
 _GROWTH = 1.15
-_EXTENDS_AT = 0.7
+_EXTENDS_AT = 0.76
 """So full a segment asks for longer arrays: some time before it needs them."""
 _EXTENSION_BYTES = 1 << 22
 """That the arrays get longer by in one call, if that is soon enough."""
