@@ -1,7 +1,7 @@
 """The transports of the hand-off between two GPUs: alone, and beside the prefill that feeds them.
 
-`python -m benchmarks.gpu_handoff [--transports push,nccl,gloo] [--parts idle,prefill]`; needs two
-GPUs, under 8 minutes in all.
+`python -m benchmarks.gpu_handoff [--transports push,nccl,gloo] [--parts idle,prefill,soak]`;
+needs two GPUs, under 8 minutes in all.
 
 KV of Llama-3-8B's shape in bfloat16 (128 KiB a token) in scattered blocks of 16 tokens on one GPU
 is sent over the links that workers use and scattered into other blocks on another GPU, a process
@@ -34,6 +34,8 @@ MUST_MS = {("push", 2048): 1.1, ("push", 8192): 3.8, ("nccl", 2048): 1.4, ("nccl
 AIM_MS = {("push", 2048): 0.9, ("push", 8192): 3.2, ("nccl", 2048): 1.0, ("nccl", 8192): 3.6}
 MUST_SLOWDOWN, AIM_SLOWDOWN = 0.03, 0.01
 NUM_PROMPTS, NUM_ROUNDS = 20, 3
+NUM_SOAK_ORDERS, SOAK_HANDOFFS, SOAK_FRAMES = 40, 50, 50
+MAX_GROWTH_MIB = 8.0
 Row = dict[str, object]
 Answer = dict[str, list[float]]
 
@@ -221,11 +223,53 @@ def measure_beside_prefill(transport: str, handoff: dict[str, object]) -> list[R
     ]
 
 
+def soak(transport: str, handoff: dict[str, object]) -> list[Row]:
+    """Moves very many small frames, and looks at the memory of both ends."""
+    settings = {**handoff, "frame_tokens": 16, "frame_layers": None}
+    memory: list[list[int]] = []
+    num_frames, started_s = 0, time.monotonic()
+    with starting(transport, settings, computes=False) as ends:
+        for number in range(NUM_SOAK_ORDERS):
+            order = Order(
+                seed=number,
+                num_tokens=16 * SOAK_FRAMES,
+                num_handoffs=SOAK_HANDOFFS,
+                has_sum=True,
+                pause_s=0.0,
+            )
+            sent, landed = ends.run(order)
+            if sent["sum"] != landed["sum"]:
+                raise RuntimeError(f"{transport}: KV sent as {sent['sum']}, got {landed['sum']}")
+            memory.append([int(one) for one in (*sent["memory"], *landed["memory"])])
+            num_frames += SOAK_HANDOFFS * SOAK_FRAMES
+    seconds = time.monotonic() - started_s
+    # What is allocated once is there after a quarter.
+    pairs = zip(memory[NUM_SOAK_ORDERS // 4], memory[-1], strict=True)
+    growth_mib = [round((last - first) / 2**20, 1) for first, last in pairs]
+    names = ("prefill", "prefill's GPU", "decode", "decode's GPU")
+    growth = dict(zip(names, growth_mib, strict=True))
+    print(
+        f"{transport:5s} {num_frames} transfers in {seconds:.0f} s, MiB more than after a quarter: "
+        f"{growth}",
+        flush=True,
+    )
+    return [
+        {
+            "bench": "soak",
+            "transport": transport,
+            "num_transfers": num_frames,
+            "seconds": seconds,
+            "growth_mib": growth,
+            "holds": max(growth_mib) <= MAX_GROWTH_MIB,
+        }
+    ]
+
+
 def main() -> int:
     """Measures what is asked for and writes it down."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
-    parser.add_argument("--parts", default="idle,prefill")
+    parser.add_argument("--parts", default="idle,prefill,soak")
     parser.add_argument("--handoff", type=json.loads, default={}, help="fields of HandoffConfig")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_handoff.json")
     arguments = parser.parse_args()
@@ -239,8 +283,8 @@ def main() -> int:
 
     parts = arguments.parts.split(",")
     for transport in arguments.transports.split(","):
-        for part, measure in (("idle", measure_idle), ("prefill", measure_beside_prefill)):
-            if part not in parts or (part == "prefill" and transport == "gloo"):
+        for part, measure in PARTS.items():
+            if part not in parts or (part != "idle" and transport == "gloo"):
                 continue
             try:
                 rows += measure(transport, arguments.handoff)
@@ -252,6 +296,9 @@ def main() -> int:
     save()
     print(f"written: {arguments.out}, {time.perf_counter() - started_s:.0f} s in all")
     return 1 if failed or any(row.get("holds") is False for row in rows) else 0
+
+
+PARTS = {"idle": measure_idle, "prefill": measure_beside_prefill, "soak": soak}
 
 
 if __name__ == "__main__":

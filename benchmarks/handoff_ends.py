@@ -7,6 +7,7 @@ KV memory, the links of its pool, an inbox. Times are of the monotonic clock, wh
 import argparse
 import contextlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_engine import LLAMA_3_8B, Bench
+from benchmarks.processes import memory_bytes
 from benchmarks.prompt_stream import EVENT_TIMEOUT_S, PromptStream
 from decode_worker.rank import make_links as make_receiver
 from kv_transfer.device_choice import find_link_device
@@ -60,7 +62,9 @@ class Order:
     """Prompts are computed, each handed off once it is done; else their KV lies there."""
     ships: bool = True
     has_sum: bool = False
-    """Tell the sum of all values, to compare both ends."""
+    """Tell the sum of all values, to compare both ends; and the memory that is in use."""
+    pause_s: float = PAUSE_S
+    """Before each, until both GPUs are idle and all slots are granted again."""
 
 
 class NoRunner:
@@ -86,6 +90,14 @@ class Setting:
     def device(self) -> torch.device:
         """Where KV lies."""
         return torch.device("cpu") if self.is_trial else torch.device("cuda", 0)
+
+    def count_memory(self) -> list[int]:
+        """Returns this process's bytes on the host, and all that are in use on its GPU."""
+        on_host = memory_bytes(os.getpid())["Rss"]
+        if self.is_trial:
+            return [on_host, 0]
+        free, total = torch.cuda.mem_get_info()
+        return [on_host, total - free]
 
 
 def synchronize(setting: Setting) -> None:
@@ -226,7 +238,8 @@ class DecodeEnd:
                     del missing[event.reservation_id]
         answer: dict[str, object] = {"ends_s": [ends_s[index] for index in sorted(ends_s)]}
         if order.has_sum:
-            answer["sum"] = sum_of(context.kv, table_of(order, 0, Role.DECODE))
+            last = table_of(order, order.num_handoffs - 1, Role.DECODE)
+            answer |= {"sum": sum_of(context.kv, last), "memory": self._setting.count_memory()}
         answer["transport"] = [link.transport for link in self._links.links()]
         return answer
 
@@ -256,7 +269,9 @@ class PrefillEnd:
             return self._run_computing(order)
         answer = self._run_shipping(order)
         if order.has_sum:
-            answer["sum"] = sum_of(self.context.kv, table_of(order, 0, Role.PREFILL))
+            last = table_of(order, order.num_handoffs - 1, Role.PREFILL)
+            total = sum_of(self.context.kv, last)
+            answer |= {"sum": total, "memory": self._setting.count_memory()}
         return answer
 
     def close(self) -> None:
@@ -268,8 +283,8 @@ class PrefillEnd:
         frames = plan_frames(self.context, order.num_tokens, is_on_gpu=is_on_gpu)
         starts_s = []
         for index in range(order.num_handoffs):
-            # Both GPUs are idle, and all slots of the ring are granted again.
-            time.sleep(PAUSE_S)
+            if order.pause_s:
+                time.sleep(order.pause_s)
             table = table_of(order, index, Role.PREFILL)
             orders = self._orders(frames, reservation_of(order, index), table)
             starts_s.append(time.monotonic())

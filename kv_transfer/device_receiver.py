@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from kv_transfer.arrivals import Arrivals
 from kv_transfer.incoming_routes import InRoute, Landing
 from kv_transfer.landing_ring import LandingRing
 from kv_transfer.link_device import Lane, LinkDevice, Mark
@@ -30,7 +31,7 @@ MAX_ANNOUNCED = 256
 class DeviceReceiver:
     """The receiving loop of a link over one of the device's transports. The link's thread only."""
 
-    def __init__(  # noqa: PLR0913 - where the parts meet
+    def __init__(
         self,
         *,
         route: InRoute,
@@ -39,9 +40,7 @@ class DeviceReceiver:
         channel: NoticeChannel,
         timeout_s: float,
         has_ended: Callable[[], bool],
-        place: Callable[[link_pb2.FrameReady, Callable[[KvRegion], Mark]], bool],
-        deliver: Callable[[link_pb2.FrameReady, int | None, bool], None],
-        hear: Callable[[link_pb2.TokensSampled], None],
+        arrivals: Arrivals,
     ) -> None:
         """Starts without frames.
 
@@ -52,19 +51,14 @@ class DeviceReceiver:
             channel: to the peer.
             timeout_s: deadline of each stage of a frame.
             has_ended: asked in each turn.
-            place: launches the writing of an announced frame, if the engine expects it.
-            deliver: takes a frame that landed: its announcement, its slot, whether it is intact;
-                no slot: it is placed.
-            hear: takes first tokens that the peer tells ahead of their commit.
+            arrivals: tells the engine of what has come.
         """
         self._route = route
         self._ring = ring
         self._channel = channel
         self._timeout_s = timeout_s
         self._has_ended = has_ended
-        self._place = place
-        self._deliver = deliver
-        self._hear = hear
+        self._arrivals = arrivals
         self._checks: Lane = device.make_lane()
         self._announced: list[Landing] = []
         """In the order of their sequence."""
@@ -122,7 +116,7 @@ class DeviceReceiver:
                 case "frame_written":
                     self._note_written(notice.frame_written)
                 case "tokens_sampled":
-                    self._hear(notice.tokens_sampled)
+                    self._arrivals.note_told(notice.tokens_sampled)
                 case "bye":
                     take_bye(notice.bye)
                 case other:
@@ -157,7 +151,7 @@ class DeviceReceiver:
                 continue
             if not self._route.has_arrived(landing):
                 continue
-            landing.is_placed = self._place(landing.ready, partial(self._write, landing))
+            landing.is_placed = self._arrivals.place(landing.ready, partial(self._write, landing))
             if not landing.is_placed and written.HasField("checksum"):
                 frame = self._ring.slot(landing.slot, landing.ready.num_bytes)
                 landing.checksum = self._checks.add_up(frame)
@@ -184,10 +178,10 @@ class DeviceReceiver:
                 is_intact = landing.checksum.value() == landing.written.checksum
             if landing.is_placed:
                 self._ring.give_back(landing.slot)
-                self._deliver(landing.ready, None, is_intact)
+                self._arrivals.note_placed(landing.ready, is_intact=is_intact)
             else:
                 self._ring.land(landing.slot)
-                self._deliver(landing.ready, landing.slot, is_intact)
+                self._arrivals.note_landed(landing.ready, landing.slot, is_intact=is_intact)
             is_busy = True
             if self._announced:
                 self._announced[0].since_s = time.monotonic()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kv_transfer.arrivals import Arrivals
 from kv_transfer.landing_ring import LandingRing
 from kv_transfer.links import Link, checksum
 from kv_transfer.notices import LinkBroken, NoticeChannel, take_bye
@@ -26,15 +27,15 @@ class GlooReceiver:
         channel: NoticeChannel,
         timeout_s: float,
         has_ended: Callable[[], bool],
-        deliver: Callable[[link_pb2.FrameReady, int, bool], None],
+        arrivals: Arrivals,
     ) -> None:
-        """Starts without frames; `deliver` takes a frame that landed."""
+        """Starts without frames."""
         self._link = link
         self._ring = ring
         self._channel = channel
         self._timeout_s = timeout_s
         self._has_ended = has_ended
-        self._deliver_frame = deliver
+        self._arrivals = arrivals
         self.num_announced = 0
         """Frames on their way."""
 
@@ -94,4 +95,4 @@ class GlooReceiver:
             is_intact = checksum(self._ring.slot(slot, ready.num_bytes)) == ready.crc32
         self.num_announced -= 1
         self._ring.land(slot)
-        self._deliver_frame(ready, slot, is_intact)
+        self._arrivals.note_landed(ready, slot, is_intact=is_intact)

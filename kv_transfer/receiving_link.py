@@ -2,16 +2,15 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kv_transfer import codec
+from kv_transfer.arrivals import Arrivals
 from kv_transfer.device_receiver import DeviceReceiver
-from kv_transfer.events import FrameLanded, FramePlaced, LinkDown, LinkId, Post, TokensTold
+from kv_transfer.events import LinkDown, LinkId, Post
 from kv_transfer.expected_frames import ExpectationBook
 from kv_transfer.gloo_receiver import GlooReceiver
 from kv_transfer.incoming_routes import GrantingRing, InRoute, NcclIn, PushIn
@@ -22,9 +21,8 @@ from kv_transfer.notices import LinkBroken, NoticeChannel, PeerSaidBye
 from kv_transfer.sending_link import CONNECTING
 from kv_transfer.transport import LinkStatus
 from kv_transfer.transport_choice import GLOO, NCCL, PUSH
-from pdserve.cache.kv_region import KvRegion
 from pdserve.config.worker import HandoffConfig
-from pdserve.request import Incarnation, ReservationId, WorkerId
+from pdserve.request import Incarnation, WorkerId
 from pdserve.rpc.v1 import link_pb2
 
 logger = logging.getLogger(__name__)
@@ -69,14 +67,12 @@ class ReceivingLink:
         self._channel = channel
         self._config = config
         self._post = post
-        self._expected = expected
+        self._arrivals = Arrivals(link_id, me.rank, expected, post)
         self._device = device
         self._ring: LandingRing | None = None
         self._memory: OwnMemory | None = None
         self._transport = CONNECTING
         self._failures: list[str] = []
-        self._bytes_received = 0
-        self._landed_at_s = time.monotonic()
         self._num_on_their_way: Callable[[], int] = int
         self._lock = threading.Lock()
         self._end: str | None = None
@@ -104,7 +100,7 @@ class ReceivingLink:
     def idle_since_s(self) -> float | None:
         """When its last frame landed; None while frames are on their way, or landed and in use."""
         is_idle = self._ring is not None and self._ring.is_quiet and not self._num_on_their_way()
-        return self._landed_at_s if is_idle else None
+        return self._arrivals.last_at_s if is_idle else None
 
     def run(self, transports: tuple[str, ...], claim_room: Callable[[], bool]) -> None:
         """Offers the transports in turn, receives until the link ends, then frees everything.
@@ -165,7 +161,7 @@ class ReceivingLink:
             epoch=self.link_id.epoch,
             transport=self._transport,
             bytes_sent=0,
-            bytes_received=self._bytes_received,
+            bytes_received=self._arrivals.num_bytes,
             frames_in_flight=self._num_on_their_way() + num_landed,
             failures=tuple(self._failures),
         )
@@ -224,7 +220,7 @@ class ReceivingLink:
                 channel=self._channel,
                 timeout_s=self._config.frame_timeout_s,
                 has_ended=lambda: self.has_ended,
-                deliver=self._deliver,
+                arrivals=self._arrivals,
             )
             self._num_on_their_way = lambda: receiver.num_announced
             receiver.run()
@@ -313,9 +309,7 @@ class ReceivingLink:
             channel=self._channel,
             timeout_s=self._config.frame_timeout_s,
             has_ended=lambda: self.has_ended,
-            place=self._place,
-            deliver=self._deliver_or_tell,
-            hear=self._hear,
+            arrivals=self._arrivals,
         )
         self._num_on_their_way = lambda: receiver.num_announced
         try:
@@ -327,15 +321,6 @@ class ReceivingLink:
         finally:
             self.end("the link's thread failed")
             self._leave(route, receiver)
-
-    def _hear(self, sampled: link_pb2.TokensSampled) -> None:
-        if self._me.rank != 0:
-            raise LinkBroken("first tokens are told to rank 0 alone")
-        try:
-            words = codec.sampled_from_wire(sampled)
-        except ValueError as error:
-            raise LinkBroken(str(error)) from error
-        self._post(TokensTold(link=self.link_id, words=words))
 
     def _leave(self, route: InRoute, receiver: DeviceReceiver) -> None:
         """Says goodbye, and frees the ring once nobody can touch it any more."""
@@ -366,43 +351,3 @@ class ReceivingLink:
         except DeviceFault:
             return False
         return True
-
-    def _place(self, ready: link_pb2.FrameReady, launch: Callable[[KvRegion], Mark]) -> bool:
-        reservation_id = ReservationId(ready.reservation_id)
-        return self._expected.place(
-            self.link_id, reservation_id, ready.frame_index, ready.num_bytes, launch
-        )
-
-    def _deliver_or_tell(
-        self, ready: link_pb2.FrameReady, slot: int | None, is_intact: bool
-    ) -> None:
-        if slot is not None:
-            self._deliver(ready, slot, is_intact)
-            return
-        self._note_landed(ready)
-        self._post(
-            FramePlaced(
-                link=self.link_id,
-                reservation_id=ReservationId(ready.reservation_id),
-                frame_index=ready.frame_index,
-                num_bytes=ready.num_bytes,
-                is_intact=is_intact,
-            )
-        )
-
-    def _note_landed(self, ready: link_pb2.FrameReady) -> None:
-        self._bytes_received += ready.num_bytes
-        self._landed_at_s = time.monotonic()
-
-    def _deliver(self, ready: link_pb2.FrameReady, slot: int, is_intact: bool) -> None:
-        self._note_landed(ready)
-        self._post(
-            FrameLanded(
-                link=self.link_id,
-                reservation_id=ReservationId(ready.reservation_id),
-                frame_index=ready.frame_index,
-                num_bytes=ready.num_bytes,
-                slot=slot,
-                is_intact=is_intact,
-            )
-        )

@@ -8,6 +8,7 @@ captured to see what one costs.
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from pdserve.cuda.stages import StageRoom, Stages, connect_device_stages, count_
 from pdserve.cuda.step_inputs import InputLimits, StepInputs
 from pdserve.cuda.step_shape import StepShape, graph_shapes
 from pdserve.cuda.tensor_ranks import MAX_RING_ROWS, MemoryKind, TensorRanks, connect_tensor_ranks
+from pdserve.cuda.turn import taking_turn
 from pdserve.cuda.weights import DeviceDummyWeights, load_weights
 from pdserve.cuda.wires import MakeWires, connect_nccl_wires
 from pdserve.cuda.workspace import Workspace, WorkspaceSize
@@ -53,6 +55,7 @@ BALANCED_SPLITS = 32
 """Most splits of a sequence's KV, at every batch size: so few kernels are compiled."""
 FIXED_SPLIT_TOKENS = 512
 MIB = 1 << 20
+TURN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +87,13 @@ class CudaBackend:
         """
         _check(job)
         device = Device(torch.device("cuda"))
+        # Ranks of one replica wait for one another as they load: taking turns, two replicas could
+        # each have one rank's GPU and wait for the other's.
+        is_alone = job.exchange is None
+        with taking_turn(device.uuid, TURN_TIMEOUT_S) if is_alone else nullcontext():
+            return self._load(job, device, clock, report)
+
+    def _load(self, job: LoadJob, device: Device, clock: Clock, report: ReportPhase) -> LoadedParts:
         free_at_start = device.free_bytes()
         parts = make_parts(job, device, clock, report, cache=self._cache)
         num_blocks = _fit_kv(job, parts, free_at_start, clock, report)

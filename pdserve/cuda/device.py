@@ -117,6 +117,11 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
+    @property
+    def uuid(self) -> str:
+        """Names the GPU, alike in all processes."""
+        return str(torch.cuda.get_device_properties(self.torch_device).uuid)
+
     def free_bytes(self) -> int:
         """Returns what is free of the device, caches of torch given back first."""
         torch.cuda.empty_cache()
