@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
+MOST_REPLICAS = 100_000
+"""Beyond any cluster; what is typed by mistake is refused."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolRange:
@@ -22,6 +25,8 @@ class PoolRange:
         """
         if not 0 <= self.least <= self.most:
             raise ConfigError(f"a pool must have 0 <= MIN <= MAX, got {self.least}..{self.most}")
+        if self.most > MOST_REPLICAS:
+            raise ConfigError(f"a pool must have at most {MOST_REPLICAS}, got {self.most}")
 
     @property
     def is_fixed(self) -> bool:

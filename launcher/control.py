@@ -6,6 +6,7 @@ The launcher writes address and token to a file that only its user can read.
 import hmac
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from pdserve.request import Role
 from pdserve.rpc.v1 import control_pb2, control_pb2_grpc
 
 _SUFFIX = ".control"
+_KNOCK_S = 1.0
 Context = grpc.ServicerContext
 
 
@@ -64,6 +66,18 @@ class ControlFile:
             raise ConfigError(f"{path} names no launcher")
         return cls(path=path, address=lines[0], token=lines[1])
 
+    def is_left_behind(self) -> bool:
+        """Says whether its launcher was killed: nobody listens any more."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            # Frozen, or too busy to answer: it may be there.
+            return False
+        return False
+
 
 def control_folder(runtime_folder: str | None) -> Path:
     """Returns the folder of control files: in the user's runtime folder, if there is one."""
@@ -75,6 +89,8 @@ def control_folder(runtime_folder: str | None) -> Path:
 def find_control(folder: Path, cluster: str | None) -> ControlFile:
     """Returns the launcher of a cluster, or the only one there is.
 
+    Without a name, files of launchers that were killed are taken away.
+
     Raises:
         ConfigError: there is none, or several and no name.
     """
@@ -83,13 +99,19 @@ def find_control(folder: Path, cluster: str | None) -> ControlFile:
         if not path.is_file():
             raise ConfigError(f"no launcher of a cluster named {cluster} runs here")
         return ControlFile.read(path)
-    paths = sorted(folder.glob(f"*{_SUFFIX}"))
-    if not paths:
+    files = [ControlFile.read(path) for path in sorted(folder.glob(f"*{_SUFFIX}"))]
+    living = []
+    for file in files:
+        if file.is_left_behind():
+            file.path.unlink(missing_ok=True)
+        else:
+            living.append(file)
+    if not living:
         raise ConfigError("no pdserve serve runs here")
-    if len(paths) > 1:
-        names = ", ".join(path.stem for path in paths)
+    if len(living) > 1:
+        names = ", ".join(file.path.stem for file in living)
         raise ConfigError(f"--cluster must name one of {names}")
-    return ControlFile.read(paths[0])
+    return living[0]
 
 
 class ControlServer:

@@ -2,6 +2,8 @@
 
 FROZEN_LEASES = 3.0
 """A replica that lives without its lease for this many lease times is frozen."""
+STOOD_STILL_S = 3.0
+"""One who looks this late stood still himself, as on a paused machine: he judges nobody yet."""
 
 
 class BackOff:

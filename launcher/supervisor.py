@@ -36,7 +36,7 @@ from launcher.role_commands import (
     worker_argv,
     worker_configs,
 )
-from launcher.supervision import LeaseWatch
+from launcher.supervision import STOOD_STILL_S, LeaseWatch
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.load import read_visible_gpus, to_argv
 from pdserve.config.worker import WorkerConfig
@@ -85,6 +85,7 @@ class Supervisor:
         # Whatever places replicas elsewhere deals out the GPUs there.
         self._gpus = GpuDealer(read_visible_gpus()) if isinstance(place, LocalPlace) else None
         self.records: dict[str, WorkerRecord] = {}
+        self._refreshed_s = time.monotonic()
         self.orders: SimpleQueue[Order] = SimpleQueue()
         """From any thread, for this one."""
         self.is_ready = False
@@ -306,13 +307,17 @@ class Supervisor:
 
     def _refresh(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         watches = {name: worker.watch for name, (_, worker) in self.workers.items()}
-        now_s = time.monotonic()
         try:
             found = runner.run(registry.list_workers())
         except RegistryUnavailable:
+            found = None
+        now_s, before_s = time.monotonic(), self._refreshed_s
+        self._refreshed_s = now_s
+        if found is None or now_s - before_s > STOOD_STILL_S:
             for watch in watches.values():
                 if watch is not None:
                     watch.observe_outage(now_s)
+        if found is None:
             return
         # A record of the process that runs now: the lease of a dead predecessor may still hold.
         alive = {

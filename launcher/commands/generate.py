@@ -52,10 +52,8 @@ def generate(
     ] = False,
 ) -> int:
     """Generate from PROMPT, a chat or token ids, streaming the text."""
-    request = inference_pb2.GenerateRequest(
-        request_id=request_id or "",
-        model=model or "",
-        sampling=types_pb2.SamplingParams(
+    try:
+        sampling = types_pb2.SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -66,7 +64,12 @@ def generate(
             min_tokens=min_tokens,
             ignore_eos=ignore_eos or None,
             logprobs=logprobs,
-        ),
+        )
+    except ValueError as error:
+        # Beyond what the message can hold.
+        raise ConfigError(f"a number is too large or too small: {error}") from error
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id or "", model=model or "", sampling=sampling
     )
     set_prompt(request, prompt, messages, prompt_ids)
     with open_sync_channel(address) as channel:

@@ -255,7 +255,7 @@ class Face:
         assert self._ranks is not None
         while True:
             await asyncio.sleep(self._config.heartbeat_s / 2)
-            if self._monitor.is_frozen:
+            if self._monitor.look():
                 fields = {"worker_id": self._info.worker_id, "silence_s": self._monitor.silence_s}
                 logger.error("rank is frozen", extra=fields)
                 self._info.state = "frozen"

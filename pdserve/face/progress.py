@@ -19,10 +19,23 @@ class ProgressMonitor:
     _progress: int = 0
     _predicted_step_s: float = 0.0
     _moved_at_s: float = field(init=False)
+    _looked_at_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         """Counts from now."""
-        self._moved_at_s = self.clock.now()
+        self._moved_at_s = self._looked_at_s = self.clock.now()
+
+    def look(self) -> bool:
+        """Judges the rank; called many times within `frozen_after_s`.
+
+        If this process itself stood still since the last look (a paused machine), what the rank
+        said meanwhile has not been read yet: its silence counts from now.
+        """
+        now_s = self.clock.now()
+        if now_s - self._looked_at_s > self.frozen_after_s / 2:
+            self._moved_at_s = now_s
+        self._looked_at_s = now_s
+        return self.is_frozen
 
     def observe(self, progress: int, predicted_step_s: float) -> None:
         """Takes a heartbeat."""

@@ -52,7 +52,7 @@ class FakePools:
 
 
 class Door:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cluster: str = "mine") -> None:
         self.pools = FakePools()
         self.clock = ManualClock()
         self.lines: list[str] = []
@@ -64,7 +64,7 @@ class Door:
             predictor=Predictor(),
             report=self.lines.append,
         )
-        self.server = ControlServer(self.controller, folder, "mine", has_prefill=True)
+        self.server = ControlServer(self.controller, folder, cluster, has_prefill=True)
 
     def tick(self) -> None:
         self.clock.advance(1.0)
@@ -177,13 +177,23 @@ def test_only_the_owner_can_read_the_token(door: Door) -> None:
 def test_the_only_launcher_needs_no_name_and_one_of_two_does(door: Door) -> None:
     folder = door.server.file.path.parent
     assert find_control(folder, None) == door.server.file
-    other = ControlFile(path=folder / "other.control", address="127.0.0.1:1", token="t")
-    other.write()
+    other = Door(folder, "other").server
     with pytest.raises(ConfigError, match="--cluster must name one of mine, other"):
         find_control(folder, None)
+    assert find_control(folder, "other") == other.file
+    other.stop()
+    assert find_control(folder, None) == door.server.file
+
+
+def test_file_of_a_launcher_that_was_killed_is_passed_over_and_taken_away(door: Door) -> None:
+    folder = door.server.file.path.parent
+    other = ControlFile(path=folder / "other.control", address="127.0.0.1:1", token="t")
+    other.write()
     assert find_control(folder, "other") == other
     with pytest.raises(ConfigError, match="the launcher of other is gone"):
         call_control(other, lambda stub, key: stub.GetScaling(control_pb2.GetScalingRequest()))
+    assert find_control(folder, None) == door.server.file
+    assert not other.path.exists()
 
 
 def test_file_goes_with_its_launcher(tmp_path: Path) -> None:
