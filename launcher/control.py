@@ -130,8 +130,9 @@ class ControlServer:
         self._file = ControlFile(
             path=folder / f"{cluster}{_SUFFIX}", address=f"127.0.0.1:{port}", token=token
         )
-        self._file.write()
+        # Whoever finds the file must find somebody who listens.
         self._server.start()
+        self._file.write()
 
     @property
     def file(self) -> ControlFile:

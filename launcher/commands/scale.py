@@ -47,7 +47,7 @@ def scale(
             file, lambda stub, key: stub.SetPools(request, timeout=_TIMEOUT_S, metadata=key)
         )
         for line in answer.changes:
-            typer.echo(line if dry_run else line.replace(" would ", " "))
+            typer.echo(line if dry_run else tell_order(line))
     if status:
         found: control_pb2.GetScalingResponse = call_control(
             file,
@@ -64,6 +64,16 @@ def scale(
         for decision in found.decisions:
             console.print(f"{decision.age_s:6.0f} s ago  {decision.text}", markup=False)
     return 0
+
+
+def tell_order(preview: str) -> str:
+    """Tells what was ordered: the size alone, for who leaves is decided with the next round.
+
+    Args:
+        preview: what the launcher says of a pool, such as `decode: 1 more would start: 1 -> 2`.
+    """
+    pool, _, change = preview.partition(": ")
+    return f"{pool}: {change.rpartition(': ')[2]}"
 
 
 def pools_table(found: control_pb2.GetScalingResponse) -> Table:

@@ -9,6 +9,7 @@ import pytest
 from autoscaler.controller import Controller
 from autoscaler.figures import Reading, Traffic, WorkerFigures
 from autoscaler.settings import PoolRange, ScalingSettings
+from launcher.commands.scale import tell_order
 from launcher.control import ControlFile, ControlServer, call_control, control_folder, find_control
 from pdserve.errors import ConfigError, InternalError
 from pdserve.predictor.predictor import Predictor
@@ -206,3 +207,15 @@ def test_file_goes_with_its_launcher(tmp_path: Path) -> None:
 def test_folder_is_the_users_own() -> None:
     assert control_folder("/run/user/7") == Path("/run/user/7/pdserve")
     assert control_folder(None).name == f"pdserve-{os.getuid()}"
+
+
+@pytest.mark.parametrize(
+    ("preview", "told"),
+    [
+        ("decode: 1 more would start: 1 -> 2", "decode: 1 -> 2"),
+        ("prefill: prefill-1 would leave: 2 -> 1", "prefill: 2 -> 1"),
+        ("decode: stays at 1", "decode: stays at 1"),
+    ],
+)
+def test_order_promises_a_size_and_not_who_leaves(preview: str, told: str) -> None:
+    assert tell_order(preview) == told
