@@ -53,9 +53,6 @@ class Report:
     """Held by them."""
 
 
-NO_LOAD = Report(num_queued=0, queued_tokens=0, num_running=0, kv_tokens=0)
-
-
 class Fleet:
     """Rows of workers. Rows are reused; a key names one for as long as its worker is here."""
 

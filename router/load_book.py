@@ -171,11 +171,6 @@ class LoadBook:
                 self._add_decode(row, charge.decode, 1)
         self.fleet.note_load(row)
 
-    def blocks_of(self, worker: WorkerKey) -> int:
-        """Returns the decode blocks charged to a worker."""
-        row = self.fleet.row_of(worker)
-        return 0 if row is None else int(self.fleet.blocks[row])
-
     def _charge(self, request_id: RequestId, worker: WorkerKey) -> _Charge:
         return self._charges.setdefault(request_id, {}).setdefault(worker, _Charge())
 

@@ -21,7 +21,6 @@ from kv_transfer.prefill_actions import TERMINAL_STAGES, PrefillStage
 from pdserve.predictor.profile import Profile
 from pdserve.request import Request, RequestId
 from prefill_worker.scheduler import PrefillProgress
-from router.worker_key import WorkerKey
 from simulation.clock import EventQueue
 from simulation.decode_node import DecodeNode
 from simulation.prefill_node import PrefillNode
@@ -82,14 +81,6 @@ class Handoffs:
     def find(self, request_id: RequestId) -> Handoff | None:
         """Returns the hand-off of a request, until it has ended."""
         return self._open.get(request_id)
-
-    def of_worker(self, worker: WorkerKey) -> list[Handoff]:
-        """Returns the hand-offs that a worker has part in."""
-        return [
-            one
-            for one in self._open.values()
-            if one.prefill.key == worker or (one.decode is not None and one.decode.key == worker)
-        ]
 
     def wants_reservations(self, requests: Sequence[Request]) -> None:
         """Asks the decode workers that were chosen."""

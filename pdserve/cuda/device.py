@@ -5,8 +5,6 @@ tested where there is no GPU.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -130,12 +128,3 @@ class Device:
     def total_bytes(self) -> int:
         """Returns the device's memory."""
         return torch.cuda.mem_get_info(self.torch_device)[1]
-
-
-@contextmanager
-def timed_memory(device: Device) -> Iterator[list[int]]:
-    """Yields a list that holds, in the end, the bytes taken meanwhile."""
-    taken: list[int] = []
-    before = device.free_bytes() if device.is_cuda else 0
-    yield taken
-    taken.append(before - device.free_bytes() if device.is_cuda else 0)

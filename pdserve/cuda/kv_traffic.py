@@ -187,8 +187,8 @@ class KvTraffic:
         self._packers = Packers(kv, pack_programs or num_programs)
         self._uuid = str(properties.uuid)
         self._host_id = read_host_id()
-        self._landing = torch.cuda.Stream(kv.device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
-        self._uploads = UploadRows(kv.device)
+        self._landing = self.make_lane()
+        """Of frames that the engine's thread scatters."""
         self._warm_up()
 
     @property
@@ -277,16 +277,11 @@ class KvTraffic:
         Raises:
             ValueError: the frame does not fit the region.
         """
-        self._kv.check_target(region, payload)
-        packer, tokens = self._packers.find(region), tokens_of(region)
-        handle: int = self._landing.cuda_stream
         if payload.device != self._kv.device:
-            with torch.cuda.stream(self._landing):
+            with self._landing.entered():
                 payload = payload.to(self._kv.device, non_blocking=True)
-        ids = self._uploads.upload(region.block_ids, handle)
-        packer.scatter(ids, tokens, payload, None, handle)
-        mark = TrafficMark(self._landing)
-        self._uploads.note_used(mark)
+        self._landing.scatter(region, payload, has_sum=False)
+        mark = self._landing.mark()
         self.let_steps_wait_for(mark)
         return mark
 
@@ -313,7 +308,7 @@ class KvTraffic:
             lane.gather(region, frame, has_sum=has_sum)
             lane.scatter(region, frame, has_sum=has_sum)
         lane.add_up(frame)
-        self._landing.wait_event(lane.mark().event)
+        self._landing.wait_for(lane.mark())
         self.scatter(region, frame)
         torch.cuda.synchronize(kv.device)
 

@@ -9,7 +9,7 @@ from pdserve.predictor.profile import Profile
 from pdserve.request import Incarnation, RequestId, Role, WorkerId
 from pdserve.timeline import ManualClock
 from router.cost import LawTable, prefill_terms
-from router.fleet import NO_LOAD, Fleet, Member, Report
+from router.fleet import Fleet, Member, Report
 from router.load_book import DecodeCharge, LoadBook
 from router.policy import Choice, Demand, JointPolicy
 from router.worker_key import WorkerKey
@@ -238,7 +238,8 @@ def test_what_other_fronts_have_there_counts() -> None:
     report = Report(num_queued=2, queued_tokens=20_000, num_running=0, kv_tokens=0)
     scene.fleet.take_report(_key("p0"), report)
     assert scene.choose().prefill == _key("p1")
-    scene.fleet.take_report(_key("p0"), NO_LOAD)
+    idle = Report(num_queued=0, queued_tokens=0, num_running=0, kv_tokens=0)
+    scene.fleet.take_report(_key("p0"), idle)
     assert scene.choose(cached={"p0": 500}).prefill == _key("p0")
 
 
