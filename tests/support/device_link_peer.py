@@ -62,6 +62,8 @@ def main(port: str, token: str, peer: str, incarnation: str) -> None:
             index += 1
         if isinstance(events.get(), LinkDown):
             break
+    # A frame pushed before the news of the end was read has made a link anew.
+    pool.close()
     sys.stdout.write("down\n")
     sys.stdout.flush()
     sys.stdin.read()
