@@ -1,4 +1,4 @@
-"""The engine on one GPU: decode, prefill and prefix tables, gaps between steps, profile by kernel.
+"""The engine on one GPU: decode, prefill and prefix tables, idle time, profile, kernels alone.
 
 `python -m benchmarks.gpu_engine [--parts decode,prefill,...] [--out FILE]`.
 
@@ -14,11 +14,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_harness import Stand, time_decode, time_prefill
+from benchmarks.gpu_kernels import KernelTime, list_measurements
 from benchmarks.gpu_profile import measure_gaps, profile_decode, profile_prefill
 from benchmarks.report import RESULTS, versions
 from pdserve.config.engine import EngineConfig
@@ -53,7 +55,7 @@ KV_BYTES_PER_TOKEN = 131_072
 READ_BYTES_PER_S = 4.55e12
 OUTPUT_TOKENS = 128
 MUST_GAP_US = 30
-PARTS = "decode,prefill,prefix,idle,profile,sampling,deterministic"
+PARTS = "decode,prefill,prefix,idle,profile,sampling,deterministic,kernels"
 PROFILES = (
     ("decode", 1, 512, 0),
     ("decode", 64, 512, 0),
@@ -217,6 +219,56 @@ class Bench:
             print(f"sampling {name:14s} {batch:4d} x {prompt:<6d} {ms:9.3f} ms", flush=True)
 
 
+def _measure_engine(parts: list[str], rows: list[dict[str, object]]) -> bool:
+    """Measures the tables of an engine as it serves."""
+    bench = Bench(deterministic=False)
+    jobs: list[tuple[str, Callable[[], None]]] = [
+        (str(target), partial(bench.measure, target)) for target in TARGETS if target.bench in parts
+    ]
+    for batch in (1, 64, 256) if "idle" in parts else ():
+        jobs.append((f"idle {batch}", partial(bench.measure_gaps, batch, 512)))
+    for work in PROFILES if "profile" in parts else ():
+        jobs.append((f"profile {work}", partial(bench.profile, *work)))
+    for batch in (1, 64, 256) if "sampling" in parts else ():
+        jobs.append((f"sampling {batch}", partial(bench.measure_sampling, batch, 512)))
+    verdicts = [_attempt(*job) for job in jobs]
+    rows += bench.rows
+    return all(verdicts)
+
+
+def _measure_deterministic(rows: list[dict[str, object]]) -> bool:
+    bench = Bench(deterministic=True)
+    verdicts = [
+        _attempt(str(target), partial(bench.measure, target))
+        for target in TARGETS
+        if target.prompt <= 2048 and target.batch in (1, 64) and not target.cached
+    ]
+    rows += bench.rows
+    return all(verdicts)
+
+
+def _measure_kernels(rows: list[dict[str, object]]) -> bool:
+    all_hold = True
+    for name, job in list_measurements():
+        found: list[KernelTime] = []
+        all_hold &= _attempt(name, lambda job=job, found=found: found.extend(job()))  # type: ignore[misc]
+        for one in found:
+            all_hold &= one.holds is not False
+            rows.append({"bench": "kernel", **asdict(one), "of_floor": one.us / one.floor_us})
+            print(
+                f"{one.kernel:34s} {one.shape:>12s} {one.us:9.2f} us, floor {one.floor_us:9.2f}"
+                f"{'  MISSED' if one.holds is False else ''}",
+                flush=True,
+            )
+    return all_hold
+
+
+def _free_device() -> None:
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def _attempt(name: str, measure: Callable[[], None]) -> bool:
     """Measures; one failure must not cost the other figures."""
     try:
@@ -237,32 +289,14 @@ def main() -> int:
     started_s = time.perf_counter()
     all_hold = True
     rows: list[dict[str, object]] = []
-    if set(parts) - {"deterministic"}:
-        bench = Bench(deterministic=False)
-        for target in TARGETS:
-            if target.bench in parts:
-                all_hold &= _attempt(str(target), lambda one=target: bench.measure(one))  # type: ignore[misc]
-        for batch in (1, 64, 256) if "idle" in parts else ():
-            all_hold &= _attempt(f"idle {batch}", lambda one=batch: bench.measure_gaps(one, 512))  # type: ignore[misc]
-        for work in PROFILES if "profile" in parts else ():
-            all_hold &= _attempt(f"profile {work}", lambda one=work: bench.profile(*one))  # type: ignore[misc]
-        for batch in (1, 64, 256) if "sampling" in parts else ():
-            all_hold &= _attempt(
-                f"sampling {batch}",
-                lambda one=batch: bench.measure_sampling(one, 512),  # type: ignore[misc]
-            )
-        rows += bench.rows
-        del bench
-        gc.unfreeze()
-        gc.collect()
-        torch.cuda.empty_cache()
+    if set(parts) - {"deterministic", "kernels"}:
+        all_hold &= _measure_engine(parts, rows)
+        _free_device()
     if "deterministic" in parts:
-        bench = Bench(deterministic=True)
-        for target in TARGETS:
-            is_wanted = target.prompt <= 2048 and target.batch in (1, 64) and not target.cached
-            if is_wanted:
-                all_hold &= _attempt(str(target), lambda one=target: bench.measure(one))  # type: ignore[misc]
-        rows += bench.rows
+        all_hold &= _measure_deterministic(rows)
+        _free_device()
+    if "kernels" in parts:
+        all_hold &= _measure_kernels(rows)
     seconds = time.perf_counter() - started_s
     report = {
         "benchmark": "gpu_engine",

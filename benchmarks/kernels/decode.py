@@ -77,8 +77,8 @@ class DecodeTimer:
         self._scratch = make_scratch(256, HEADS, HEAD_DIM, 32, "cuda")
         self.floor_us = kv_bytes / READ_BYTES_PER_US
 
-    def time(self, tuning: Tuning, way: str) -> float:
-        """Returns microseconds per launch."""
+    def time(self, tuning: Tuning | None, way: str) -> float:
+        """Returns microseconds per launch; no tuning stands for the one that would be chosen."""
 
         def call(kv: PagedKv, rotate: Callable[[], None]) -> None:
             if way == "rotated":
