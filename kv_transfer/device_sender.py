@@ -5,13 +5,13 @@ written it (WRITTEN); what lies between is the route's. Frames begin on the engi
 there is room as it pushes them: it holds the interpreter's lock already, and the link's thread
 would wait for it again and again. The rest begin on the link's thread, which looks in turns at the
 notice socket and at marks on the device: a peer's death shows within a turn, and every stage of a
-frame has a deadline.
+frame has a deadline. Words go out on the engine's thread, too, unless the link's thread is sending.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kv_transfer import codec
 from kv_transfer.frame_queue import FrameQueue
@@ -33,7 +33,7 @@ the engine's thread needs to launch the step behind."""
 class DeviceSender:
     """The sending loop of a link over one of the device's transports.
 
-    `begin` belongs to the link's thread and the engine's, the rest to the link's thread.
+    `begin` and `tell` belong to the link's thread and the engine's, the rest to the link's thread.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class DeviceSender:
         self._lock = threading.Lock()
         """Held while frames begin. All else that both threads touch is a deque, to which one adds
         and from which the other takes."""
+        self._sending = threading.Lock()
+        """Held while notices are sent."""
         self._flights: deque[Flight] = deque()
         self._num_begun = 0
         self._free_at_s = 0.0
@@ -99,6 +101,38 @@ class DeviceSender:
             self._lock.release()
         return count > 0
 
+    def tell(self, *, is_patient: bool) -> bool:
+        """Sends the words that wait; says whether there were any.
+
+        Args:
+            is_patient: wait for the other thread, and for the peer to take them. Else the link's
+                thread finds what is left in its next turn.
+
+        Raises:
+            LinkBroken: the peer is gone, or takes nothing.
+        """
+        if self._queue.next_words is None or not self._sending.acquire(blocking=is_patient):
+            return False
+        count = 0
+        try:
+            # Nothing may follow the goodbye.
+            while self._queue.end is None and (words := self._queue.next_words) is not None:
+                notice = link_pb2.LinkNotice(tokens_sampled=codec.sampled_to_wire(words))
+                if is_patient:
+                    self._channel.send(notice, self._timeout_s)
+                elif not self._channel.try_send(notice):
+                    break
+                self._queue.drop_words()
+                count += 1
+        finally:
+            self._sending.release()
+        return count > 0
+
+    def say_goodbye(self, failure: str) -> None:
+        """Tells the peer that nothing more comes; the queue has ended before."""
+        with self._sending:
+            self._channel.say_goodbye(failure)
+
     def run(self) -> None:
         """Sends until the link ends.
 
@@ -109,7 +143,7 @@ class DeviceSender:
         """
         while self._queue.end is None:
             is_busy = self._take_notices()
-            is_busy |= self._tell()
+            is_busy |= self.tell(is_patient=True)
             # One at a time: word of those that are through must not wait for all that begin.
             is_busy |= self.begin(1)
             is_busy |= self._note_computed()
@@ -190,14 +224,6 @@ class DeviceSender:
                     raise LinkBroken(f"{other} came instead of frame_posted")
         return is_busy
 
-    def _tell(self) -> bool:
-        is_busy = False
-        while (words := self._queue.take_words()) is not None:
-            is_busy = True
-            notice = link_pb2.LinkNotice(tokens_sampled=codec.sampled_to_wire(words))
-            self._channel.send(notice, self._timeout_s)
-        return is_busy
-
     def _announce(self) -> bool:
         """Tells of frames that have begun: the peer launches its part, or at least is awake."""
         is_busy = False
@@ -207,7 +233,7 @@ class DeviceSender:
             has_begun = flight.read is not None and flight.awaited is None
             if has_begun and not flight.is_announced:
                 flight.is_announced = is_busy = True
-                self._channel.send(self._ready(flight), self._timeout_s)
+                self._send((self._ready(flight),))
         return is_busy
 
     def _advance(self) -> bool:
@@ -230,7 +256,7 @@ class DeviceSender:
             notices = [link_pb2.LinkNotice(frame_written=written)]
             if not flight.is_announced:
                 notices.insert(0, self._ready(flight))
-            self._channel.send_all(notices, self._timeout_s)
+            self._send(notices)
             self._flights.popleft()
             self._route.finish(flight)
             if self._flights:
@@ -249,6 +275,10 @@ class DeviceSender:
             slot=flight.slot,
         )
         return link_pb2.LinkNotice(frame_ready=ready)
+
+    def _send(self, notices: Sequence[link_pb2.LinkNotice]) -> None:
+        with self._sending:
+            self._channel.send_all(notices, self._timeout_s)
 
     def _snapshot(self) -> list[Flight]:
         return list(self._flights)

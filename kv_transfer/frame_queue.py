@@ -85,14 +85,16 @@ class FrameQueue:
 
     def tell(self, words: SampledAhead) -> None:
         """Adds words for the peer; they wait for no frame."""
-        with self._condition:
-            self._words.append(words)
-        self._wake()
+        self._words.append(words)
 
-    def take_words(self) -> SampledAhead | None:
-        """Takes the next words; None: there are none."""
-        # Without the lock: asked in each turn of the link's thread, and a deque needs none.
-        return self._words.popleft() if self._words else None
+    @property
+    def next_words(self) -> SampledAhead | None:
+        """The next words; None: there are none. Asked in each turn of the link's thread."""
+        return self._words[0] if self._words else None
+
+    def drop_words(self) -> None:
+        """Forgets the next words: they were sent."""
+        self._words.popleft()
 
     def cancel(self, reservation_id: ReservationId) -> tuple[Mark, ...]:
         """Drops waiting frames of a reservation; one under way is sent to its end.

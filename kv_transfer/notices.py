@@ -70,6 +70,22 @@ class NoticeChannel:
         """
         self.send_all((notice,), timeout_s)
 
+    def try_send(self, notice: link_pb2.LinkNotice) -> bool:
+        """Writes one notice, unless the peer has left no room; says whether it did.
+
+        What has begun is ended: a socket that takes a byte has room for more than a notice.
+
+        Raises:
+            LinkBroken: the peer is gone.
+        """
+        payload = notice.SerializeToString()
+        data = memoryview(_LENGTH.pack(len(payload)) + payload)
+        rest = self._send_some(data)
+        if len(rest) == len(data):
+            return False
+        self._send_rest(rest, GOODBYE_TIMEOUT_S)
+        return True
+
     def send_all(self, notices: Sequence[link_pb2.LinkNotice], timeout_s: float) -> None:
         """Writes several notices at once.
 
@@ -80,15 +96,7 @@ class NoticeChannel:
         for notice in notices:
             payload = notice.SerializeToString()
             data += _LENGTH.pack(len(payload)) + payload
-        rest = memoryview(data)
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                if not self._wait(select.POLLOUT, timeout_s):
-                    raise LinkBroken("the notice socket is stuck") from None
-            except OSError as error:
-                raise LinkBroken(f"the notice socket broke: {error}") from error
+        self._send_rest(memoryview(data), timeout_s)
 
     def receive(self, timeout_s: float | None) -> link_pb2.LinkNotice | None:
         """Reads one notice; None when none has come in `timeout_s` (None waits for ever).
@@ -182,6 +190,20 @@ class NoticeChannel:
             if self._wake_fd is not None:
                 os.close(self._wake_fd)
             self._wake_fd = None
+
+    def _send_rest(self, rest: memoryview, timeout_s: float) -> None:
+        while rest := self._send_some(rest):
+            if not self._wait(select.POLLOUT, timeout_s):
+                raise LinkBroken("the notice socket is stuck")
+
+    def _send_some(self, data: memoryview) -> memoryview:
+        """Writes what the socket takes at once; returns the rest."""
+        try:
+            return data[self._socket.send(data) :]
+        except BlockingIOError:
+            return data
+        except OSError as error:
+            raise LinkBroken(f"the notice socket broke: {error}") from error
 
     def _wait(self, event: int, timeout_s: float | None) -> bool:
         # poll, not select: a busy worker may hold descriptors above 1023.

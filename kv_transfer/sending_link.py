@@ -120,8 +120,16 @@ class SendingLink:
 
     def tell(self, words: SampledAhead) -> None:
         """Tells the peer words, unless it is on a host, where nothing is won by it."""
-        if self._sender is not None:
-            self._queue.tell(words)
+        sender = self._sender
+        if sender is None:
+            return
+        self._queue.tell(words)
+        try:
+            # Here, and not on the link's thread: that one may sleep until a frame is through.
+            sender.tell(is_patient=False)
+        except LinkBroken as error:
+            self.end(str(error))
+        self._wake()
 
     def cancel(self, reservation_id: ReservationId) -> tuple[Mark, ...]:
         """Drops queued frames of a reservation; says what still reads its blocks."""
@@ -348,7 +356,7 @@ class SendingLink:
         """Says goodbye, and gives memory back once nothing uses it."""
         end = self._queue.end
         assert end is not None
-        channel.say_goodbye("" if end.is_orderly else end.detail)
+        sender.say_goodbye("" if end.is_orderly else end.detail)
         route.abort()
         try:
             is_settled = sender.settle()

@@ -1,5 +1,6 @@
 """Frames over push and NCCL links between two devices, and the choice of a transport."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from kv_transfer.events import FrameLanded, TokensTold
 from kv_transfer.protocol import FirstToken, SampledAhead
 from pdserve.config.worker import FaultConfig
 from pdserve.request import Incarnation, ReservationId
+from pdserve.rpc.v1.link_pb2 import LinkNotice
 from tests.support.device_link_pair import (
     NUM_BLOCKS,
     D,
@@ -209,6 +211,41 @@ def test_first_tokens_overtake_frames_that_wait_for_slots(pair: Pair, transport:
     assert isinstance(told, TokensTold)
     assert told.words == WORDS
     assert told.link.peer == Incarnation(1)
+
+
+def test_first_tokens_do_not_wait_for_the_link_s_thread(pair: Pair) -> None:
+    config = config_of("push")
+    listener, pool = pair.listen(config), pair.make_pool(config=config)
+    pool.push(peer_of(listener), frame_of(pair, 0))
+    pair.arrivals.landed()
+    pair.departures.sent()
+    (link,) = pool._links.values()
+    senders: list[str] = []
+    assert link._channel is not None
+    told = link._channel.try_send
+
+    def note_thread(notice: LinkNotice) -> bool:
+        senders.append(threading.current_thread().name)
+        return told(notice)
+
+    link._channel.try_send = note_thread  # type: ignore[method-assign]
+    pool.tell(D, WORDS)
+    assert senders == [threading.current_thread().name]
+    assert pair.arrivals.events.get(timeout=10).words == WORDS
+
+
+def test_first_tokens_for_a_peer_that_takes_nothing_hold_nobody_up(pair: Pair) -> None:
+    config = config_of("push")
+    listener, pool = pair.listen(config), pair.make_pool(config=config)
+    pool.push(peer_of(listener), frame_of(pair, 0))
+    pair.arrivals.landed()
+    pair.departures.sent()
+    (link,) = pool._links.values()
+    assert link._channel is not None
+    # As a frozen peer leaves it: the next turn of the link's thread is what sends them.
+    link._channel.try_send = lambda notice: False  # type: ignore[method-assign]
+    pool.tell(D, WORDS)
+    assert pair.arrivals.events.get(timeout=10).words == WORDS
 
 
 def test_a_link_through_host_memory_tells_nothing(pair: Pair) -> None:
