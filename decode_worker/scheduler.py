@@ -271,6 +271,8 @@ class DecodeScheduler:
         """
         self._pace.end_step()
         occupancy = self._occupancy
+        # Landed prompts, whose first step here is launched by now.
+        occupancy.cache.settle()
         progress: list[DecodeProgress] = []
         for part, sequence in occupancy.flights.land(plan):
             if part.start < len(part.request.token_ids):

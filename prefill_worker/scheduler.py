@@ -234,6 +234,8 @@ class PrefillScheduler:
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> tuple[PrefillProgress, ...]:
         """Books the oldest step in flight; sequences dropped meanwhile are left out."""
+        # What the last step has put off: somebody waits for what this one has made.
+        self._cache.settle()
         progress: list[PrefillProgress] = []
         for part, sequence in self._flights.land(plan):
             sequence.num_computed_here += len(part.token_ids)

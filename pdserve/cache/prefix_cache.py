@@ -4,6 +4,10 @@ The cache and the pool are one ledger: free + cached + referenced = all blocks. 
 entered as soon as its KV is valid, stays findable while its sequence runs and after it, and is
 evicted only when a block is needed and none is free, the longest unused first.
 
+Entering 128 blocks takes 0.2 ms, and comes when a prompt has just been computed or has landed, so
+when somebody waits for its next token. It is put off until a look-up could tell the difference, or
+its table ends, or `settle` is called.
+
 A hash only proposes a block. A hit needs equal tokens in it and the very same entry before it, so
 that a forged collision is a miss, never another's KV.
 """
@@ -75,6 +79,8 @@ class PrefixCache:
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._num_entries_made = 0
         self._granules: CachedGranules | None = None
+        self._pending: list[tuple[BlockTable, HashChain, int]] = []
+        """Tables whose leading full blocks are to be entered."""
 
     def tell(self, granules: CachedGranules) -> None:
         """Tells from now on what can be found and what no longer; nothing is cached yet."""
@@ -83,6 +89,7 @@ class PrefixCache:
 
     def find(self, chain: HashChain, max_blocks: int) -> PrefixHit:
         """Finds the longest prefix of full blocks, at most `max_blocks` of them."""
+        self.settle()
         blocks: list[BlockId] = []
         entries: list[EntryId] = []
         parent: EntryId | None = None
@@ -136,6 +143,7 @@ class PrefixCache:
 
     def fork(self, table: BlockTable, num_blocks: int) -> BlockTable:
         """Returns a second table over the leading blocks, with references of its own."""
+        self.settle()
         blocks = self.pool.fork(table.block_ids[:num_blocks])
         return BlockTable(list(blocks), table.num_hit_blocks, list(table._entries))
 
@@ -156,18 +164,20 @@ class PrefixCache:
         A block whose tokens the cache already holds stays the table's own.
         """
         num_full_blocks = num_valid_tokens // chain.block_size
-        if not self._is_enabled or len(table._entries) >= num_full_blocks:
+        if self._is_enabled and len(table._entries) < num_full_blocks:
+            self._pending.append((table, chain, num_full_blocks))
+
+    def settle(self) -> None:
+        """Carries out what was put off; from then on, changes of it are told."""
+        if not self._pending:
             return
-        first = len(table._entries)
-        parent = table._entries[-1] if first else None
-        for index in range(first, num_full_blocks):
-            parent = self._enter(table.block_ids[index], chain, index, parent)
-            table._entries.append(parent)
-        if self._granules is not None:
-            self._note_granules(self._granules, table, chain, first)
+        pending, self._pending = self._pending, []
+        for table, chain, num_full_blocks in pending:
+            self._enter_blocks(table, chain, num_full_blocks)
 
     def close(self, table: BlockTable) -> None:
         """Drops the table's references; entered blocks become cached, the others free."""
+        self.settle()
         self.pool.free(table.block_ids)
         table.forget_snapshot()
         table.block_ids.clear()
@@ -175,6 +185,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Asserts that pool and entries agree."""
+        self.settle()
         self.pool.check()
         assert len(self._by_hash) == len(self._hash_of)
         for digest, entry in self._by_hash.items():
@@ -187,6 +198,15 @@ class PrefixCache:
             del self._by_hash[self._hash_of.pop(block)]
         if self._granules is not None:
             self._granules.evict(evicted)
+
+    def _enter_blocks(self, table: BlockTable, chain: HashChain, num_full_blocks: int) -> None:
+        first = len(table._entries)
+        parent = table._entries[-1] if first else None
+        for index in range(first, num_full_blocks):
+            parent = self._enter(table.block_ids[index], chain, index, parent)
+            table._entries.append(parent)
+        if self._granules is not None and first < num_full_blocks:
+            self._note_granules(self._granules, table, chain, first)
 
     def _note_granules(
         self, granules: CachedGranules, table: BlockTable, chain: HashChain, first: int

@@ -23,6 +23,7 @@ def _open(cache: PrefixCache, chain: HashChain) -> BlockTable:
 def _compute(cache: PrefixCache, chain: HashChain) -> BlockTable:
     table = _open(cache, chain)
     cache.enter(table, chain, len(chain))
+    cache.settle()
     return table
 
 
@@ -59,9 +60,12 @@ def test_a_granule_is_told_of_when_its_last_block_is_there():
     chain = _chain(_words(1, 2, 3, 4, 5))
     table = _open(cache, chain)
     cache.enter(table, chain, GRANULE_TOKENS - 1)
+    cache.settle()
     assert list(granules.take_changes()) == []
     cache.enter(table, chain, GRANULE_TOKENS)
+    cache.settle()
     cache.enter(table, chain, len(chain))
+    cache.settle()
     key = chain.granule_key(0)
     assert list(granules.take_changes()) == [(key, False)]
     assert list(granules.take_changes()) == []
@@ -97,11 +101,14 @@ def test_a_child_whose_parent_came_back_anew_is_not_present():
     # Both compute the same beginning; the second one's own copy of it is never entered.
     first, second = _open(cache, _chain(tokens[:128])), _open(cache, chain)
     cache.enter(first, chain, 128)
+    cache.settle()
     cache.enter(second, chain, 128)
+    cache.settle()
     cache.close(first)
     filler = _open(cache, _chain(_words(*range(10, 18))))
     assert granules.keys() == frozenset()
     cache.enter(second, chain, len(chain))
+    cache.settle()
     assert granules.keys() == frozenset()
     cache.close(filler)
     _compute(cache, _chain(tokens[:128]))
@@ -140,6 +147,7 @@ def test_present_granules_are_those_that_a_look_up_would_hit(block_size: int, se
             table, chain = open_tables.pop(rng.randrange(len(open_tables)))
             if rng.random() < 0.7:
                 cache.enter(table, chain, len(chain))
+                cache.settle()
             cache.close(table)
         else:
             words = [rng.randrange(2) for _ in range(rng.randint(2, 20))]
@@ -149,6 +157,7 @@ def test_present_granules_are_those_that_a_look_up_would_hit(block_size: int, se
                 continue
             table = _open(cache, chain)
             cache.enter(table, chain, rng.randrange(len(chain)))
+            cache.settle()
             open_tables.append((table, chain))
             chains.append(chain)
         for key, is_removed in granules.take_changes():

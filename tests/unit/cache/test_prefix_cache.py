@@ -5,6 +5,8 @@ import pytest
 from pdserve.cache import block_hash
 from pdserve.cache.block_hash import BlockHash, HashChain
 from pdserve.cache.block_pool import BlockPool, NoFreeBlocks
+from pdserve.cache.cached_granules import CachedGranules
+from pdserve.cache.granule_hash import GRANULE_TOKENS
 from pdserve.cache.prefix_cache import BlockTable, PrefixCache
 
 
@@ -206,3 +208,40 @@ def test_a_prompt_of_which_nothing_is_cached_is_hashed_no_further_than_its_first
     assert cache.find(chain, 5).block_ids == ()
     assert len(made) == 1
     cache.close(table)
+
+
+def test_blocks_that_were_put_off_are_found_after_their_table_has_ended():
+    cache = PrefixCache(BlockPool(8))
+    first, second = chain_of(1, 2, 3, 4), chain_of(1, 2, 5, 6)
+    tables = [cache.open(cache.find(chain, 2), 2) for chain in (first, second)]
+    for table, chain in zip(tables, (first, second), strict=True):
+        cache.enter(table, chain, 2)
+        cache.enter(table, chain, 4)
+    for table in tables:
+        cache.close(table)
+    assert (num_hits(cache, first), num_hits(cache, second)) == (2, 2)
+    assert cache.pool.num_cached == 3, "the second's first block holds what another one does"
+    cache.check()
+
+
+def test_a_fork_has_entries_of_blocks_that_were_put_off():
+    cache = PrefixCache(BlockPool(8))
+    chain = chain_of(1, 2, 3, 4)
+    table = cache.open(cache.find(chain, 2), 2)
+    cache.enter(table, chain, 4)
+    twin = cache.fork(table, 2)
+    assert len(twin._entries) == 2
+    cache.close(table)
+    cache.close(twin)
+    assert num_hits(cache, chain) == 2
+
+
+def test_what_is_put_off_is_told_once_it_is_settled():
+    cache, granules = PrefixCache(BlockPool(80)), CachedGranules()
+    cache.tell(granules)
+    chain = chain_of(*range(GRANULE_TOKENS))
+    table = cache.open(cache.find(chain, 64), 64)
+    cache.enter(table, chain, GRANULE_TOKENS)
+    assert not granules.take_changes()
+    cache.settle()
+    assert [change.key for change in granules.take_changes()] == [chain.granule_key(0)]
