@@ -48,7 +48,9 @@ class PoolRange:
             ConfigError: the pool would be too large.
         """
         if self.is_fixed:
-            return PoolRange(least=max(self.least + change, 0), most=max(self.most + change, 0))
+            # Nobody gives the last one away.
+            count = max(self.least + change, 1)
+            return PoolRange(least=count, most=count)
         size = max(size + change, 0)
         return PoolRange(least=min(self.least, size), most=max(self.most, size))
 
