@@ -76,6 +76,9 @@ async def test_all_ranks_change_their_pool_and_back_under_traffic_and_no_token_c
             assert len({life.incarnation for life in lives}) == 3
             await assert_ledger(client, 3)
             await canary.assert_alive(client)
+        # A cluster that stops does not wait for somebody to come back.
+        harness.cluster.flip("prefill-1", Role.DECODE)
+    assert not [line for line in harness.lines if "killing it" in line]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["rank 0", "rank 1"])
