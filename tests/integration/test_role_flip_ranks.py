@@ -1,7 +1,11 @@
 """Replicas of several ranks that change their pool together, weights loaded, on real processes."""
 
+import asyncio
 import os
+import random
 import signal
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +177,41 @@ async def test_client_that_cancels_while_a_replica_drains_lets_it_flip_at_once(
             assert record_of(now).rank_pids == record_of(was).rank_pids
             await assert_ledger(client, 3)
             assert len((await client.generate(PLANS[0].request())).token_ids) == 24
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
+async def test_replicas_that_flip_at_random_for_half_a_minute_lose_and_change_nothing(
+    tensor: int,
+    stages: int,
+    tiny_llama_folder: Path,  # noqa: F811
+) -> None:
+    rng = random.Random(5)
+    with running_cluster(
+        tiny_llama_folder,
+        num_prefill=2,
+        num_decode=2,
+        **of_ranks(tiny_llama_folder, tensor, stages),
+    ) as harness:
+        async with harness.connect() as client:
+            known = Undisturbed(harness)
+            await known.learn(client, PLANS)
+            canary = await Canary.hatch(harness, client)
+            num_flips, until_s = 0, time.monotonic() + 30.0
+            async with RequestStream(client, known, PLANS, NUM_CLIENTS) as stream:
+                while time.monotonic() < until_s:
+                    one = rng.choice(harness.cluster.members())
+                    role = Role.DECODE if one.role is Role.PREFILL else Role.PREFILL
+                    # The last of its pool, or one that is on its way.
+                    with suppress(ConfigError):
+                        harness.cluster.flip(one.worker_id, role)
+                        num_flips += 1
+                    await asyncio.sleep(rng.random())
+                await stream.wait_more(NUM_CLIENTS)
+            harness.wait_all_registered()
+            assert num_flips >= 5
+            await assert_ledger(client, 4)
+            await canary.assert_alive(client)
 
 
 async def _flip_until_between_roles(harness: ClusterHarness, worker_id: str) -> tuple[int, ...]:
