@@ -92,7 +92,9 @@ class Controller:
         self._policy = ScalingPolicy(settings, predictor)
         self._feed = SampleFeed(predictor)
         self._lock = threading.Lock()
-        """Of the policy and its predictor."""
+        """Of the policy, its predictor and its settings."""
+        self._num_flips = 0
+        """By somebody's order."""
 
     @property
     def settings(self) -> ScalingSettings:
@@ -120,6 +122,29 @@ class Controller:
         with self._lock:
             self._settings = self._with_ranges(prefill, decode)
             self._policy.use(self._settings)
+
+    def flip(self, worker_id: str, role: Role) -> None:
+        """Lets one replica go on in the other pool, by somebody's order.
+
+        Fixed sizes move along, and a range that the new sizes are not in is stretched to hold them:
+        otherwise the next round would undo it.
+
+        Raises:
+            KeyError: there is no such replica.
+            PdserveError: it cannot.
+        """
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        with self._lock:
+            numbers, settings = self._policy.numbers, self._settings
+            left = settings.range_of(other).moved(-1, numbers[other].num_active)
+            joined = settings.range_of(role).moved(1, numbers[role].num_active)
+            prefill, decode = (joined, left) if role is Role.PREFILL else (left, joined)
+            changed = self._with_ranges(prefill, decode)
+            self._pools.flip(worker_id, role)
+            self._num_flips += 1
+            self._settings = changed
+            self._policy.use(changed)
+        self._report(f"{role}: {worker_id} comes from the {other} pool, as ordered")
 
     def preview(self, prefill: PoolRange | None, decode: PoolRange | None) -> list[str]:
         """Says what other bounds would change at once.
@@ -153,8 +178,12 @@ class Controller:
 
     def tick(self) -> tuple[Decision, ...]:
         """Looks, decides, orders."""
+        num_flips = self._num_flips
         reading = self._figures.read()
         with self._lock:
+            if num_flips != self._num_flips:
+                # Somebody has moved a replica meanwhile: these figures show it where it was.
+                return ()
             self._feed.take(reading.workers)
             decisions = self._policy.decide(self._clock.now(), reading)
         for decision in decisions:

@@ -37,6 +37,23 @@ class PoolRange:
         """Returns the allowed size next to the wanted one."""
         return min(max(count, self.least), self.most)
 
+    def moved(self, change: int, size: int) -> "PoolRange":
+        """Returns the bounds of a pool that somebody has made larger or smaller by hand.
+
+        Args:
+            change: replicas that have joined; below 0, that have left.
+            size: of the pool before. What is fixed moves along, a range is stretched to hold it.
+
+        Raises:
+            ConfigError: the pool would be too large.
+        """
+        if self.is_fixed:
+            # Nobody gives the last one away.
+            count = max(self.least + change, 1)
+            return PoolRange(least=count, most=count)
+        size = max(size + change, 0)
+        return PoolRange(least=min(self.least, size), most=max(self.most, size))
+
 
 def parse_range(text: str) -> PoolRange:
     """Reads `3` or `1..3`.

@@ -9,6 +9,7 @@ from launcher.commands.autoscale import autoscale
 from launcher.commands.demo import demo
 from launcher.commands.demo_autoscale import demo_autoscale
 from launcher.commands.explain import explain
+from launcher.commands.flip import flip
 from launcher.commands.generate import generate
 from launcher.commands.plan import plan
 from launcher.commands.profile import profile
@@ -44,6 +45,7 @@ def make_app() -> typer.Typer:
         status,
         explain,
         scale,
+        flip,
         autoscale,
         plan,
         profile,

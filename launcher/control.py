@@ -1,4 +1,4 @@
-"""How `pdserve scale` reaches a launcher on the same machine: gRPC on loopback, behind a token.
+"""How `pdserve scale` and `flip` reach a launcher on this machine: gRPC on loopback, with a token.
 
 The launcher writes address and token to a file that only its user can read.
 """
@@ -21,7 +21,7 @@ from autoscaler.figures import PoolNumbers, describe_law
 from autoscaler.policy import POOLS
 from autoscaler.settings import PoolRange
 from launcher.client import bearer
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.request import Role
 from pdserve.rpc.v1 import control_pb2, control_pb2_grpc
 
@@ -146,7 +146,7 @@ class ControlServer:
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """Answers `pdserve scale`."""
+    """Answers `pdserve scale` and `pdserve flip`."""
 
     def __init__(self, controller: Controller, token: str, *, has_prefill: bool) -> None:
         """Takes what decides, and what callers must show."""
@@ -170,6 +170,20 @@ class ControlService(control_pb2_grpc.ControlServicer):
         except ConfigError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return control_pb2.SetPoolsResponse(changes=changes)
+
+    def FlipWorker(  # noqa: N802 - the name of the RPC
+        self, request: control_pb2.FlipWorkerRequest, context: Context
+    ) -> control_pb2.FlipWorkerResponse:
+        """Lets a replica change its pool."""
+        self._check(context)
+        name = request.worker_id
+        try:
+            self._controller.flip(name, _role_of(request.role))
+        except KeyError:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"there is no replica named {name[:64]!r}")
+        except PdserveError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return control_pb2.FlipWorkerResponse()
 
     def GetScaling(  # noqa: N802 - the name of the RPC
         self, request: control_pb2.GetScalingRequest, context: Context
@@ -226,6 +240,12 @@ def to_wire(role: Role, bounds: PoolRange, numbers: PoolNumbers) -> control_pb2.
         why=numbers.why,
         law=describe_law(numbers),
     )
+
+
+def _role_of(text: str) -> Role:
+    if text not in POOLS:
+        raise ConfigError(f"ROLE must be one of {', '.join(POOLS)}, got {text[:64]!r}")
+    return Role(text)
 
 
 def _from_wire(bounds: control_pb2.PoolRange) -> PoolRange:

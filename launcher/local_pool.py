@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
@@ -15,6 +16,9 @@ from launcher.supervisor import POLL_S, Supervisor
 from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import ConfigError, InternalError, PdserveError
 from pdserve.request import Role
+
+_ORDER_TIMEOUT_S = 5.0
+"""The supervisor takes orders several times a second."""
 
 
 class LocalCluster:
@@ -44,6 +48,7 @@ class LocalCluster:
         self._has_no_http = config.no_http
         self._can_be_empty = config.can_be_empty
         self._can_flip = config.can_flip
+        self._flip_obstacle = config.flip_obstacle or "--flips is off"
         self._pools = (Role.PREFILL, Role.DECODE) if config.num_prefill else (Role.DECODE,)
         self._port = config.port or free_port(config.host)
         self._http_port = config.http_port or free_port(config.host)
@@ -191,11 +196,20 @@ class LocalCluster:
 
         Raises:
             KeyError: there is no such replica.
-            ConfigError: it is the last of its pool, or replicas of this cluster cannot flip.
+            ConfigError: it is the last of its pool, does not serve now or has that role, or
+                replicas of this cluster cannot flip.
         """
         if not self._can_flip:
-            raise ConfigError("replicas of this cluster cannot change their pool")
+            raise ConfigError(
+                f"replicas of this cluster cannot change their pool: {self._flip_obstacle}"
+            )
         self._order(Flip(worker_id=worker_id, role=role))
+        # Whoever counts the pools next must not find it where it was.
+        deadline_s = time.monotonic() + _ORDER_TIMEOUT_S
+        while self.member(worker_id).role is not role:
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"{worker_id} does not serve any more: it keeps its role")
+            time.sleep(POLL_S)
 
     def kill(
         self,

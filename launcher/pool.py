@@ -59,7 +59,8 @@ class Cluster(Protocol):
 
         Raises:
             KeyError: there is no such replica.
-            ConfigError: it is the last of its pool, or replicas of this cluster cannot flip.
+            ConfigError: it is the last of its pool, does not serve now or has that role, or
+                replicas of this cluster cannot flip.
         """
 
     def kill(
@@ -143,17 +144,18 @@ def check_order(
     pools: Collection[Role],
     can_be_empty: bool = False,
 ) -> None:
-    """Refuses an order that would leave a pool empty.
+    """Refuses an order that would leave a pool empty, or that nobody could carry out.
 
     Args:
         members: all replicas.
         order: to check.
         pools: that the cluster was started with.
-        can_be_empty: whether pools may lose their last replica.
+        can_be_empty: whether pools may lose their last replica, other than to each other.
 
     Raises:
         KeyError: there is no such replica.
-        ConfigError: the pool would be empty, or the cluster has no such pool.
+        ConfigError: the pool would be empty, the cluster has no such pool, or the replica that is
+            to flip does not serve now or has that role.
     """
     if isinstance(order, Scale):
         if order.num_replicas < (0 if can_be_empty else 1):
@@ -163,12 +165,28 @@ def check_order(
         return
     if isinstance(order, Flip) and order.role not in pools:
         raise ConfigError(f"the cluster was started without a {order.role} pool")
-    role = next((m.role for m in members if m.worker_id == order.worker_id), None)
-    if role is None:
+    member = next((m for m in members if m.worker_id == order.worker_id), None)
+    if member is None:
         raise KeyError(order.worker_id)
+    if isinstance(order, Flip):
+        _check_flips(member, order.role)
+    role = member.role
     others = [m for m in members if m.role is role and m.worker_id != order.worker_id]
-    if not can_be_empty and not any(not m.is_draining for m in others):
+    # The last one is not given away to the other pool: it would have to come back for each request.
+    may_be_last = can_be_empty and isinstance(order, Drain)
+    if not may_be_last and not any(not m.is_draining for m in others):
         raise ConfigError(f"{order.worker_id} is the last of the {role} pool")
+
+
+def _check_flips(member: Member, role: Role) -> None:
+    name = member.worker_id
+    if member.is_draining:
+        raise ConfigError(f"{name} drains for good")
+    if member.record is None:
+        # It starts or is restarted; or it is on its way to the other pool already.
+        raise ConfigError(f"{name} does not serve as a {member.role} replica yet")
+    if member.role is role:
+        raise ConfigError(f"{name} is a {role} replica already")
 
 
 def _number(worker_id: str) -> int:

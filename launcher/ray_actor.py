@@ -7,6 +7,7 @@ the parent-death signal of the kernel; Ray alone leaves actors of a killed rayle
 long as they are not called (ray 2.60: over 30 s), and their memory taken.
 """
 
+import signal
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -63,3 +64,8 @@ class FaceActor:
         """Asks the face to drain and end."""
         if self._child is not None:
             self._child.terminate()
+
+    def flip(self) -> None:
+        """Asks the face to drain and go on in the other pool."""
+        if self._child is not None:
+            self._child.send_signal(signal.SIGUSR1)

@@ -28,6 +28,7 @@ from launcher.ray_messages import (
     FaceEnded,
     FaceLine,
     FaceStarted,
+    FlipFace,
     KillFace,
     Message,
     StartFace,
@@ -75,6 +76,11 @@ class FaceLife:
             self.end(0)
         else:
             self._actors[0].drain.remote()
+
+    def flip(self) -> None:
+        """Asks the face to go on in the other pool; the launcher asks only one that has served."""
+        if self._actors:
+            self._actors[0].flip.remote()
 
     def end(self, status: int) -> None:
         """Kills the actors, and with them face and ranks, and gives up their place."""
@@ -243,6 +249,9 @@ class RayDriver:
             case DrainFace():
                 if order.life in self._lives:
                     self._lives[order.life].drain()
+            case FlipFace():
+                if order.life in self._lives:
+                    self._lives[order.life].flip()
             case KillFace():
                 if order.life in self._lives:
                     self._lives[order.life].end(_KILLED)

@@ -36,6 +36,13 @@ class DrainFace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FlipFace:
+    """To the driver: ask a face to drain and go on in the other pool."""
+
+    life: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KillFace:
     """To the driver: kill an actor, and with it the face and its ranks."""
 
@@ -66,11 +73,11 @@ class FaceEnded:
     status: int
 
 
-Message = StartFace | DrainFace | KillFace | FaceStarted | FaceLine | FaceEnded
+Message = StartFace | DrainFace | FlipFace | KillFace | FaceStarted | FaceLine | FaceEnded
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (StartFace, DrainFace, KillFace, FaceStarted, FaceLine, FaceEnded)
+    for kind in (StartFace, DrainFace, FlipFace, KillFace, FaceStarted, FaceLine, FaceEnded)
 }
 
 

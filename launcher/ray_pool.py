@@ -27,6 +27,7 @@ from launcher.ray_messages import (
     FaceEnded,
     FaceLine,
     FaceStarted,
+    FlipFace,
     KillFace,
     Message,
     StartFace,
@@ -152,8 +153,8 @@ class RayChild:
         self._session.send(DrainFace(life=self._life))
 
     def flip(self) -> None:
-        """Is never asked for: `can_flip` is off where replicas are actors."""
-        raise AssertionError("an actor cannot change its pool")
+        """Asks the face to drain and go on in the other pool, in the actor that it has."""
+        self._session.send(FlipFace(life=self._life))
 
     def kill(self) -> None:
         """Kills the actor, and with it the face."""

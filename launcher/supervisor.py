@@ -303,6 +303,8 @@ class Supervisor:
         config = replace(config, role=order.role)
         self._report(f"{order.worker_id} drains to become a {order.role} replica")
         worker.flip(worker_argv(config, self._role_command))
+        # What it has registered so far is of its old role.
+        self.records = {n: r for n, r in self.records.items() if n != order.worker_id}
         self.workers = {**self.workers, order.worker_id: (config, worker)}
 
     def _refresh(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:

@@ -14,7 +14,7 @@ from launcher.options.life import LifeOptions, default_log_level
 from launcher.options.listeners import ListenerOptions
 from launcher.options.membership import MembershipOptions
 from launcher.options.place import PlaceOptions, check_reach
-from launcher.options.pools import PoolOptions, first_size
+from launcher.options.pools import PoolOptions, first_size, is_sized
 from launcher.options.ranks import RankOptions
 from launcher.place import Place
 from launcher.ray_pool import RayPlace
@@ -42,10 +42,12 @@ def serve(
 
     SIGTERM or Ctrl-C drains; a second one stops now.
     """
-    is_local = place.launcher == "local"
-    settings = pools.settings(may_flip=is_local and ranks.is_one_each)
+    settings = pools.settings()
     config = _make_config(settings, listeners, membership, engine, ranks, handoff, clients, life)
-    config, where = _choose_place(config, place)
+    can_flip = pools.can_flip(settings, place.flip_obstacle or config.flip_obstacle)
+    # In pools of fixed sizes only on somebody's order.
+    settings = replace(settings, flips_in_place=can_flip and is_sized(settings))
+    config, where = _choose_place(replace(config, can_flip=can_flip), place)
     launched = LocalCluster(config, cluster=membership.cluster, report=write_line, place=where)
     scaled = autoscale_launched(
         launched,
@@ -69,7 +71,6 @@ def _make_config(
 ) -> ClusterConfig:
     return ClusterConfig(
         engine=engine.config(ranks),
-        can_flip=settings.flips_in_place,
         num_prefill=first_size(settings.prefill),
         num_decode=first_size(settings.decode),
         can_be_empty=settings.can_be_empty,

@@ -38,6 +38,11 @@ class PlaceOptions:
         ),
     ] = False
 
+    @property
+    def flip_obstacle(self) -> str | None:
+        """Why no replica could change its pool where it is; None where it could."""
+        return "with --ray-pools each role has nodes of its own" if self.ray_pools else None
+
     def ray(self) -> RayConfig | None:
         """Returns how Ray is used; None without it.
 

@@ -25,12 +25,13 @@ class PoolOptions:
         int | None, typer.Option(help="Of both pools together, where they share GPUs.")
     ] = None
     flips: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--flips/--no-flips",
-            help="Replicas of one rank may change their pool with their weights loaded.",
+            help="Replicas may change their pool with their weights loaded. By default where a "
+            "pool has a range and both have one shape.",
         ),
-    ] = True
+    ] = None
     ttft_target_s: Annotated[float, typer.Option(help="What pools of MIN..MAX are sized for.")] = (
         1.0
     )
@@ -40,16 +41,13 @@ class PoolOptions:
         typer.Option(metavar="NAME=VALUE", hidden=True, help="Of ScalingSettings."),
     ] = None
 
-    def settings(self, *, may_flip: bool) -> ScalingSettings:
+    def settings(self) -> ScalingSettings:
         """Returns what the autoscaler is to reach.
-
-        Args:
-            may_flip: replicas are such that they can change their pool.
 
         Raises:
             ConfigError: a size is no range, or out of bounds.
         """
-        settings = replace(
+        return replace(
             from_pairs(ScalingSettings, self.scaling or (), "--scaling"),
             prefill=_range(self.prefill, "--prefill", 0),
             decode=_range(self.decode, "--decode", 1),
@@ -57,9 +55,29 @@ class PoolOptions:
             ttft_s=self.ttft_target_s,
             tpot_s=self.tpot_target_s,
         )
-        is_sized = not (settings.prefill.is_fixed and settings.decode.is_fixed)
-        flips = self.flips and may_flip and is_sized and settings.prefill.most > 0
-        return replace(settings, flips_in_place=flips)
+
+    def can_flip(self, settings: ScalingSettings, obstacle: str | None) -> bool:
+        """Says whether replicas are started such that they can change their pool.
+
+        Args:
+            settings: as of `settings`.
+            obstacle: why they cannot; None where they can.
+
+        Raises:
+            ConfigError: the user wants it, and it cannot be.
+        """
+        if settings.prefill.most == 0:
+            obstacle = "there is no prefill pool"
+        if self.flips and obstacle is not None:
+            raise ConfigError(f"--flips must be off: {obstacle}")
+        # It costs memory for the links of both roles: not where nobody may ever ask for it.
+        is_wanted = is_sized(settings) if self.flips is None else self.flips
+        return is_wanted and obstacle is None
+
+
+def is_sized(settings: ScalingSettings) -> bool:
+    """Says whether there is anything for an autoscaler to decide."""
+    return not (settings.prefill.is_fixed and settings.decode.is_fixed)
 
 
 def first_size(bounds: PoolRange) -> int:

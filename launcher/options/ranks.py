@@ -37,9 +37,3 @@ class RankOptions:
             show_envvar=True, help="The same here and for pdserve stage. The variable hides it."
         ),
     ] = None
-
-    @property
-    def is_one_each(self) -> bool:
-        """True when every replica is one rank."""
-        decode = (self.decode_tensor_parallel_size or 1, self.decode_pipeline_parallel_size or 1)
-        return self.tensor_parallel_size == self.pipeline_parallel_size == 1 and decode == (1, 1)

@@ -1,4 +1,4 @@
-"""The rank process of a replica that can change its pool: it knows both engines."""
+"""A rank process of a replica that can change its pool: it knows both engines."""
 
 import sys
 
@@ -20,8 +20,10 @@ def build(context: RankContext) -> Engine:
 
 
 def build_follower(context: FollowerContext) -> FollowerDesk:
-    """A replica of several ranks cannot change its pool: its configuration refuses it."""
-    raise AssertionError("a follower of a rank that flips")
+    """Makes what another rank is in the role that it has now."""
+    if context.config.role is Role.PREFILL:
+        return prefill_worker.rank.build_follower(context)
+    return decode_worker.rank.build_follower(context)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,20 @@ class ClusterConfig:
             pipeline_parallel=engine.pipeline_parallel if stages is None else stages,
         )
 
+    @property
+    def flip_obstacle(self) -> str | None:
+        """Why no replica could change its pool; None where it could."""
+        prefill, decode = _shape_of(self.engine), _shape_of(self.decode_engine)
+        if prefill != decode:
+            return (
+                f"decode replicas have another shape ({decode} ranks by "
+                "--decode-tensor-parallel-size and --decode-pipeline-parallel-size) than "
+                f"prefill replicas ({prefill})"
+            )
+        if self.spread_stages and self.engine.pipeline_parallel > 1:
+            return "with --spread-stages a replica has stages on other nodes, which keep their role"
+        return None
+
     def __post_init__(self) -> None:
         """Checks pool sizes and numbers of ranks.
 
@@ -100,6 +114,9 @@ class ClusterConfig:
             raise ConfigError(f"fronts must be at least 1, got {self.fronts}")
         if self.num_decode < 1:
             raise ConfigError(f"num_decode must be at least 1, got {self.num_decode}")
-        decode_engine = self.decode_engine
-        if self.can_flip and (self.engine.num_ranks > 1 or decode_engine != self.engine):
-            raise ConfigError("can_flip must be off where a replica has several ranks")
+        if self.can_flip and self.flip_obstacle is not None:
+            raise ConfigError(f"can_flip must be off: {self.flip_obstacle}")
+
+
+def _shape_of(engine: EngineConfig) -> str:
+    return f"{engine.tensor_parallel} x {engine.pipeline_parallel}"

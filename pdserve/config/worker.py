@@ -157,8 +157,8 @@ class WorkerConfig:
                 f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "
                 f"got {self.handoff.frame_tokens}"
             )
-        if self.can_flip and self.engine.num_ranks > 1:
-            raise ConfigError(f"can_flip must be off with {self.engine.num_ranks} ranks a replica")
+        if self.can_flip and self.has_remote_stages:
+            raise ConfigError("can_flip must be off with spread_stages")
         if self.stage_silence_s <= 0:
             raise ConfigError(f"stage_silence_s must be above 0, got {self.stage_silence_s:g}")
 

@@ -94,13 +94,16 @@ class RankGroup:
     async def change_role(
         self, role: Role, incarnation: Incarnation, handlers: RankHandlers
     ) -> None:
-        """Tells a drained rank to go on as another role, for another face; see `wait_ready`.
+        """Tells drained ranks to go on as another role, for another face; see `wait_ready`.
+
+        Rank 0 tells the others, behind all that it has told them before, and speaks for them.
 
         Raises:
-            WorkerLost: the rank died.
+            WorkerLost: rank 0 died.
         """
-        assert len(self._ranks) + len(self._stages) == 1, "only an only rank can change its role"
-        self.leader.handlers = replace(handlers, on_key=self._relay.put)
+        assert not self._stages, "stages on other nodes cannot change their role"
+        for rank in self._ranks:
+            rank.handlers = replace(handlers, on_key=self._relay.put)
         await self.leader.change_role(role, incarnation)
 
     async def run(self) -> None:

@@ -108,7 +108,7 @@ class RankProcess:
             self.ready.set_exception(error(failed.message))
 
     async def change_role(self, role: Role, incarnation: Incarnation) -> None:
-        """Tells a drained rank to go on as another role; `ready` is then that role's.
+        """Tells a drained rank 0 to go on as another role; `ready` is then that role's.
 
         Raises:
             WorkerLost: the rank died.

@@ -1,10 +1,11 @@
 """The life of a rank that is not the first: it loads its part and does what rank 0 says."""
 
 import gc
+import logging
 import os
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdserve.cache.kv_marks import KvMarks
@@ -17,9 +18,11 @@ from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.step_results import ResultSender
-from pdserve.request import Incarnation
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.v1 import handoff_pb2, rank_pb2
 from pdserve.timeline import MonotonicClock
+
+logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0
 
@@ -68,7 +71,7 @@ def follow(
     outbox: Outbox,
     build: BuildFollower,
 ) -> None:
-    """Lives until rank 0 is gone.
+    """Lives until rank 0 is gone, in one role, or in one after the other with what is loaded.
 
     Raises:
         ConfigError: the user can mend it.
@@ -93,22 +96,39 @@ def follow(
         compute=compute,
         tell=leader.tell,
     )
-    with closing(build(context)) as follower:
-        # As on rank 0: all ranks wait for one whose collector walks over what was loaded.
-        gc.collect()
-        gc.freeze()
-        ready = rank_pb2.FollowerReady(link=follower.link)
-        leader.tell(rank_pb2.FromFollower(ready=ready))
-        leader.read_into(inbox)
-        outbox.send(rank_pb2.FromRank(ready=rank_pb2.RankReady(pid=os.getpid())))
-        _obey(follower, inbox)
+    is_first = True
+    while True:
+        with closing(build(context)) as follower:
+            # As on rank 0: all ranks wait for one whose collector walks over what was loaded.
+            gc.collect()
+            gc.freeze()
+            ready = rank_pb2.FollowerReady(link=follower.link, rank=arguments.rank)
+            leader.tell(rank_pb2.FromFollower(ready=ready))
+            if is_first:
+                leader.read_into(inbox)
+                outbox.send(rank_pb2.FromRank(ready=rank_pb2.RankReady(pid=os.getpid())))
+                is_first = False
+            change = _obey(follower, inbox)
+        # Links have ended with their follower: what they still said is of no more use to anyone.
+        if change is None or any(isinstance(event, ChannelLost) for event in inbox.drain(0.0)):
+            return
+        role = Role(change.role)
+        logger.info("changes its role", extra={"role": role})
+        context = replace(
+            context,
+            config=replace(context.config, role=role),
+            incarnation=Incarnation(change.incarnation),
+        )
 
 
-def _obey(follower: Follower, inbox: Inbox) -> None:
+def _obey(follower: Follower, inbox: Inbox) -> rank_pb2.ChangeRole | None:
+    """Does what rank 0 says until it is gone, or wants another role; returns which one."""
     while True:
         for event in inbox.drain(IDLE_WAIT_S):
             if isinstance(event, ChannelLost):
-                return
+                return None
+            if isinstance(event, rank_pb2.ToFollower) and event.HasField("change_role"):
+                return event.change_role
             follower.handle(event)
 
 

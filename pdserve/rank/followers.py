@@ -55,6 +55,17 @@ class Followers:
         for channel in self._channels:
             channel.send(message)
 
+    def change_role(self, change: rank_pb2.ChangeRole) -> "RoleChange":
+        """Tells all of them to begin anew as another role, behind whatever they were told before.
+
+        Raises:
+            ChannelClosed: one of them died.
+        """
+        message = rank_pb2.ToFollower(change_role=change).SerializeToString()
+        for channel in self._channels:
+            channel.send(message)
+        return RoleChange(len(self._channels))
+
     def send(self, rank: int, message: rank_pb2.ToFollower) -> None:
         """Sends an order to one of them.
 
@@ -62,6 +73,25 @@ class Followers:
             ChannelClosed: it died.
         """
         self._channels[rank - 1].send(message.SerializeToString())
+
+
+class RoleChange:
+    """Ranks 1 and up on their way to another role: links of the old one may still say something."""
+
+    def __init__(self, num_ranks: int) -> None:
+        """None of them is there yet."""
+        self._links: list[handoff_pb2.LinkEndpoint | None] = [None] * num_ranks
+
+    def take(self, event: object) -> None:
+        """Notes a rank that is there; what else one says is of its old role, and dropped."""
+        if isinstance(event, rank_pb2.FromFollower) and event.HasField("ready"):
+            self._links[event.ready.rank - 1] = event.ready.link
+
+    @property
+    def links(self) -> tuple[handoff_pb2.LinkEndpoint, ...] | None:
+        """Where they listen for links in their new role; None until all are there."""
+        found = tuple(link for link in self._links if link is not None)
+        return found if len(found) == len(self._links) else None
 
 
 class Leader:

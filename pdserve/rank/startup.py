@@ -24,7 +24,7 @@ from pdserve.engine.batch import StepRunner
 from pdserve.errors import ConfigError
 from pdserve.log import configure_logging
 from pdserve.rank.follow import BuildFollower, follow
-from pdserve.rank.followers import Followers
+from pdserve.rank.followers import Followers, RoleChange
 from pdserve.rank.inbox import Inbox, read_channel
 from pdserve.rank.loading import RankArguments, load_rank
 from pdserve.rank.meeting import FolderMeeting, KeyBook, RelayedMeeting
@@ -39,6 +39,7 @@ from pdserve.timeline import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
 
+FOLLOWERS_WAIT_S = 1.0
 SWITCH_INTERVAL_S = 0.0002
 """How long a thread that computes in Python keeps others waiting for their turn."""
 
@@ -168,13 +169,35 @@ def _lead_on(
             return
         role = Role(change.role)
         logger.info("changes its role", extra={"role": role})
+        links: tuple[handoff_pb2.LinkEndpoint, ...] | None = ()
+        if context.followers is not None:
+            links = _await_followers(context.followers.change_role(change), context.inbox)
+        if links is None:
+            return
         # Nothing of the KV is kept: the new engine counts all blocks as free.
         context = replace(
             context,
             config=replace(context.config, role=role),
             incarnation=Incarnation(change.incarnation),
+            follower_links=links,
             granules=CachedGranules(),
         )
+
+
+def _await_followers(
+    change: RoleChange, inbox: Inbox
+) -> tuple[handoff_pb2.LinkEndpoint, ...] | None:
+    """Waits until the other ranks have their new role; None: this process is to end instead.
+
+    One that never gets there keeps this rank from saying that it is ready, and so its face from the
+    registry: whoever watches the replica's lease kills it.
+    """
+    while change.links is None:
+        for event in inbox.drain(FOLLOWERS_WAIT_S):
+            if is_end(event):
+                return None
+            change.take(event)
+    return change.links
 
 
 def _lead(context: RankContext, engine: Engine) -> rank_pb2.ChangeRole | None:

@@ -121,13 +121,15 @@ class StepLoop:
         next_heartbeat_s = self._clock.now()
         while True:
             pause_s = 0.0 if has_ended else min(IDLE_WAIT_S, self._engine.pause_s())
-            for event in self._inbox.drain(pause_s):
+            events = self._inbox.drain(pause_s)
+            for event in events:
                 if isinstance(event, StepOver):
                     continue
                 if is_end(event):
                     return None
                 if isinstance(event, rank_pb2.ToRank) and event.HasField("change_role"):
-                    return event.change_role
+                    # Behind it there may be word that this process is to end instead.
+                    return None if any(map(is_end, events)) else event.change_role
                 self._engine.handle(event)
             self._engine.tick()
             has_ended = self._timed_step()

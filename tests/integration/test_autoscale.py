@@ -12,7 +12,13 @@ from launcher.scaled_cluster import autoscale_launched
 from pdserve.config.worker import FaultConfig
 from pdserve.predictor.predictor import MIN_SAMPLES
 from pdserve.request import Role
-from tests.support.cluster import HarnessClient, running_cluster, wait_until, wait_until_async
+from tests.support.cluster import (
+    TEST_ENGINE,
+    HarnessClient,
+    running_cluster,
+    wait_until,
+    wait_until_async,
+)
 from tests.support.models import tiny_llama_folder  # noqa: F401
 
 SETTINGS = ScalingSettings(
@@ -111,13 +117,16 @@ async def test_pools_go_to_zero_and_the_first_request_brings_them_back(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("tensor", [1, 2])
 async def test_pool_that_starves_gets_a_replica_of_the_other_one_in_place(
+    tensor: int,
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:
+    engine = replace(TEST_ENGINE, model=str(tiny_llama_folder), tensor_parallel=tensor)
     settings = replace(SETTINGS, flips_in_place=True, most_in_all=3, tpot_s=2.0)
     lines: list[str] = []
     with running_cluster(
-        tiny_llama_folder, num_decode=2, can_flip=True, prefill_faults=SLOW
+        tiny_llama_folder, engine=engine, num_decode=2, can_flip=True, prefill_faults=SLOW
     ) as harness:
         cluster = harness.cluster
         pids = set(cluster.pids())

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.pool import Member
 from pdserve.config.worker import FaultConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
-from tests.support.cluster import ClusterHarness, HarnessClient, running_cluster, wait_until_async
+from tests.support.cluster import HarnessClient, running_cluster, wait_until_async
+from tests.support.flips import flip
 from tests.support.models import tiny_llama_folder  # noqa: F401
 
 NUM_CLIENTS = 6
@@ -25,19 +25,6 @@ async def ask_until(client: HarnessClient, stopped: asyncio.Event, number: int) 
         assert len(found.token_ids) == 24
         num_done += 1
     return num_done
-
-
-async def flip(harness: ClusterHarness, worker_id: str, role: Role) -> tuple[Member, Member]:
-    """Flips a replica; returns what it was and what it is."""
-    before = harness.cluster.member(worker_id)
-    harness.cluster.flip(worker_id, role)
-
-    async def serves_there() -> bool:
-        record = harness.cluster.member(worker_id).record
-        return record is not None and record.role is role
-
-    await wait_until_async(serves_there, 30, f"{worker_id} is a {role} replica")
-    return before, harness.cluster.member(worker_id)
 
 
 async def test_replica_changes_its_pool_and_back_under_traffic_and_no_request_fails(

@@ -44,6 +44,11 @@ class ControlStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetScalingRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetScalingResponse.FromString,
                 _registered_method=True)
+        self.FlipWorker = channel.unary_unary(
+                '/pdserve.rpc.v1.Control/FlipWorker',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -62,6 +67,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlipWorker(self, request, context):
+        """Lets a replica drain and go on in the other pool, its weights loaded. Answered when that has begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetScaling,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetScalingRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetScalingResponse.SerializeToString,
+            ),
+            'FlipWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlipWorker,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +147,33 @@ class Control:
             '/pdserve.rpc.v1.Control/GetScaling',
             pdserve_dot_rpc_dot_v1_dot_control__pb2.GetScalingRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_control__pb2.GetScalingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlipWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.Control/FlipWorker',
+            pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -232,7 +232,9 @@ Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
 
 @_typing.final
 class ChangeRole(_message.Message):
-    """After a drain: ends the engine and its links, keeps the weights, and begins anew as the other role. The rank says `ready` once more."""
+    """After a drain: ends the engine and its links, keeps the weights, and begins anew as the other role. Rank 0 passes it on to all others,
+    and says `ready` once more when all of them have.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -716,6 +718,7 @@ class ToFollower(_message.Message):
     CANCEL_FRAMES_FIELD_NUMBER: _builtins.int
     UNLOAD_FIELD_NUMBER: _builtins.int
     REJECT_FIELD_NUMBER: _builtins.int
+    CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def step(self) -> Global___StepWork: ...
     @_builtins.property
@@ -730,6 +733,10 @@ class ToFollower(_message.Message):
     def reject(self) -> Global___FrameLanded:
         """Its slot is freed, no block is touched."""
 
+    @_builtins.property
+    def change_role(self) -> Global___ChangeRole:
+        """The rank ends its links, begins anew, and says `ready` once more; rank 0 orders nothing until then."""
+
     def __init__(
         self,
         *,
@@ -739,12 +746,13 @@ class ToFollower(_message.Message):
         cancel_frames: Global___CancelFrames | None = ...,
         unload: Global___UnloadFrame | None = ...,
         reject: Global___FrameLanded | None = ...,
+        change_role: Global___ChangeRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_frames", b"cancel_frames", "message", b"message", "open_link", b"open_link", "reject", b"reject", "ship", b"ship", "step", b"step", "unload", b"unload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_frames", b"cancel_frames", "change_role", b"change_role", "message", b"message", "open_link", b"open_link", "reject", b"reject", "ship", b"ship", "step", b"step", "unload", b"unload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_frames", b"cancel_frames", "message", b"message", "open_link", b"open_link", "reject", b"reject", "ship", b"ship", "step", b"step", "unload", b"unload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_frames", b"cancel_frames", "change_role", b"change_role", "message", b"message", "open_link", b"open_link", "reject", b"reject", "ship", b"ship", "step", b"step", "unload", b"unload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["step", "open_link", "ship", "cancel_frames", "unload", "reject"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["step", "open_link", "ship", "cancel_frames", "unload", "reject", "change_role"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -874,6 +882,8 @@ class FollowerReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LINK_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
     @_builtins.property
     def link(self) -> _handoff_pb2.LinkEndpoint:
         """Where a decode rank listens for links."""
@@ -882,10 +892,11 @@ class FollowerReady(_message.Message):
         self,
         *,
         link: _handoff_pb2.LinkEndpoint | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -238,16 +238,47 @@ def test_pools_start_at_their_least_size_and_with_one_replica_at_least(
         (["--prefill", "2", "--decode", "2"], False),
         (["--prefill", "0", "--decode", "1..3"], False),
         (["--decode", "1..3", "--no-flips"], False),
-        (["--decode", "1..3", "-tp", "2"], False),
+        (["--decode", "1..3", "-tp", "2"], True),
+        (["--decode", "1..3", "-pp", "2"], True),
+        (["--decode", "1..3", "-pp", "2", "--spread-stages"], False),
         (["--decode", "1..3", "--decode-tensor-parallel-size", "2"], False),
-        (["--decode", "1..3", "--launcher", "ray"], False),
+        (["--decode", "1..3", "-tp", "2", "--decode-tensor-parallel-size", "2"], True),
+        (["--decode", "1..3", "--launcher", "ray"], True),
+        (["--prefill", "2", "--decode", "2", "--flips"], True),
     ],
 )
-def test_replicas_of_one_rank_may_flip_where_a_pool_may_change(
-    flags: list[str], can_flip: bool, seen: list[ClusterConfig]
+def test_replicas_may_flip_where_a_pool_may_change_and_both_have_one_shape(
+    flags: list[str],
+    can_flip: bool,
+    seen: list[ClusterConfig],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PDSERVE_STAGE_TOKEN", "a token that somebody chose")
     assert run_command(["serve", "x", *flags]) == 0
     assert [config.can_flip for config in seen] == [can_flip]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--decode-tensor-parallel-size", "2"], "--flips must be off: decode replicas have ano"),
+        (["-pp", "2", "--spread-stages"], "--flips must be off: with --spread-stages"),
+        (["--prefill", "0"], "--flips must be off: there is no prefill pool"),
+        (
+            ["--launcher", "ray", "--ray-pools", "--ray-nodes", "any"],
+            "--flips must be off: with --ray-pools each role has nodes of its own",
+        ),
+    ],
+)
+def test_flips_that_cannot_be_are_refused_by_name(
+    flags: list[str],
+    text: str,
+    seen: list[ClusterConfig],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(["serve", "x", "--decode", "1..3", "--flips", *flags]) == 2
+    assert text in capsys.readouterr().err
+    assert seen == []
 
 
 def test_a_token_for_spread_stages_is_made_up_where_ray_starts_them(

@@ -1,14 +1,14 @@
-"""The door of `pdserve scale`: who may come in, and what it does."""
+"""The door of `pdserve scale` and `pdserve flip`: who may come in, and what it does."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from autoscaler.controller import Controller
 from autoscaler.figures import Reading, Traffic, WorkerFigures
-from autoscaler.settings import PoolRange, ScalingSettings
+from autoscaler.settings import MOST_REPLICAS, PoolRange, ScalingSettings
 from launcher.commands.scale import tell_order
 from launcher.control import ControlFile, ControlServer, call_control, control_folder, find_control
 from pdserve.errors import ConfigError, InternalError
@@ -23,13 +23,16 @@ class FakePools:
         self.orders: list[tuple[str, object]] = []
         self.is_broken = False
         self.names: tuple[str, ...] = tuple(f"{role}-0" for role in Role)
+        self.roles: dict[str, Role] = {}
+        """Of those that have flipped."""
         self.queued_tokens = 0
+        self.on_read: Callable[[], None] = lambda: None
 
     def read(self) -> Reading:
         workers = tuple(
             WorkerFigures(
                 worker_id=name,
-                role=Role(name.partition("-")[0]),
+                role=self.roles.get(name, Role(name.partition("-")[0])),
                 is_serving=True,
                 total_blocks=9,
                 queued_tokens=self.queued_tokens if name.startswith("prefill") else 0,
@@ -38,6 +41,7 @@ class FakePools:
             for name in self.names
         )
         traffic = Traffic(num_arrived=1, prompt_tokens=1, output_tokens=1, num_in_flight=1)
+        self.on_read()
         return Reading(workers=workers, traffic=traffic)
 
     def scale(self, role: Role, num_replicas: int) -> None:
@@ -49,7 +53,12 @@ class FakePools:
         self.orders.append(("drain", worker_id))
 
     def flip(self, worker_id: str, role: Role) -> None:
+        if worker_id not in self.names:
+            raise KeyError(worker_id)
+        if self.is_broken:
+            raise ConfigError("--flips is off")
         self.orders.append((f"flip to {role}", worker_id))
+        self.roles[worker_id] = role
 
 
 class Door:
@@ -79,6 +88,12 @@ class Door:
             self.server.file, lambda stub, key: stub.SetPools(request, timeout=5, metadata=key)
         )
         return list(answer.changes)
+
+    def flip(self, worker_id: str, role: str) -> None:
+        request = control_pb2.FlipWorkerRequest(worker_id=worker_id, role=role)
+        call_control(
+            self.server.file, lambda stub, key: stub.FlipWorker(request, timeout=5, metadata=key)
+        )
 
 
 @pytest.fixture
@@ -135,6 +150,57 @@ def test_flip_is_ordered_in_place_only_where_replicas_can(
     clock.advance(1.0)
     controller.tick()
     assert pools.orders == [order]
+
+
+def test_replica_is_flipped_by_order_and_fixed_sizes_move_along(door: Door) -> None:
+    door.pools.names = ("prefill-0", "prefill-1", "decode-0")
+    request = control_pb2.SetPoolsRequest(prefill=control_pb2.PoolRange(least=2, most=2))
+    call_control(door.server.file, lambda stub, key: stub.SetPools(request, metadata=key))
+    door.tick()
+    door.flip("prefill-1", "decode")
+    assert door.lines[-1] == "decode: prefill-1 comes from the prefill pool, as ordered"
+    for _ in range(600):
+        door.tick()
+    # No round has brought it back, nor anybody in its place.
+    assert door.pools.orders == [("flip to decode", "prefill-1")]
+    settings = door.controller.settings
+    assert (settings.prefill, settings.decode) == (PoolRange(), PoolRange(least=2, most=2))
+
+
+def test_range_is_stretched_to_hold_a_replica_that_was_moved() -> None:
+    assert PoolRange(least=1, most=3).moved(1, 3) == PoolRange(least=1, most=4)
+    assert PoolRange(least=2, most=3).moved(-1, 2) == PoolRange(least=1, most=3)
+    assert PoolRange(least=1, most=3).moved(-1, 2) == PoolRange(least=1, most=3)
+    with pytest.raises(ConfigError, match="at most"):
+        PoolRange(least=MOST_REPLICAS, most=MOST_REPLICAS).moved(1, MOST_REPLICAS)
+
+
+def test_figures_from_before_a_flip_decide_nothing(door: Door) -> None:
+    door.pools.names = ("prefill-0", "prefill-1", "decode-0")
+    request = control_pb2.SetPoolsRequest(prefill=control_pb2.PoolRange(least=2, most=2))
+    call_control(door.server.file, lambda stub, key: stub.SetPools(request, metadata=key))
+    door.tick()
+
+    def flip_behind_their_back() -> None:
+        door.pools.on_read = lambda: None
+        door.flip("prefill-1", "decode")
+
+    door.pools.on_read = flip_behind_their_back
+    door.tick()
+    assert door.pools.orders == [("flip to decode", "prefill-1")]
+
+
+def test_flip_that_cannot_be_is_refused_and_changes_no_range(door: Door) -> None:
+    before = door.controller.settings
+    with pytest.raises(ConfigError, match="there is no replica named 'decode-7'"):
+        door.flip("decode-7", "prefill")
+    with pytest.raises(ConfigError, match="ROLE must be one of prefill, decode, got 'router'"):
+        door.flip("decode-0", "router")
+    door.pools.is_broken = True
+    with pytest.raises(ConfigError, match="--flips is off"):
+        door.flip("decode-0", "prefill")
+    assert door.controller.settings == before
+    assert door.pools.orders == []
 
 
 def test_status_tells_pools_and_decisions(door: Door) -> None:

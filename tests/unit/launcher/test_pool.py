@@ -127,6 +127,27 @@ def test_replica_that_has_flipped_keeps_its_name_and_nobody_else_gets_it() -> No
     assert found == SizePlan(added=("prefill-2",))
 
 
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (member("decode-2", is_draining=True), "decode-2 drains for good"),
+        (member("decode-2", is_starting=True), "decode-2 does not serve as a decode replica yet"),
+        (replace(member("decode-2"), role=Role.PREFILL), "decode-2 is a prefill replica already"),
+    ],
+    ids=["leaves", "starts, or flips already", "is what it should become"],
+)
+def test_replica_that_cannot_flip_now_is_refused(one: Member, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_order((*POOLS, one), Flip(worker_id="decode-2", role=Role.PREFILL), pools=Role)
+
+
+def test_pool_that_may_be_empty_gives_its_last_replica_away_to_nobody() -> None:
+    last = Flip(worker_id="prefill-0", role=Role.DECODE)
+    with pytest.raises(ConfigError, match="prefill-0 is the last of the prefill pool"):
+        check_order(POOLS, last, pools=Role, can_be_empty=True)
+    check_order(POOLS, Drain(worker_id="prefill-0"), pools=Role, can_be_empty=True)
+
+
 def test_flip_to_a_pool_that_was_never_started_is_refused() -> None:
     members = (member("decode-0"), member("decode-1"))
     with pytest.raises(ConfigError, match="started without a prefill pool"):

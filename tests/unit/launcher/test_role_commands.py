@@ -196,11 +196,27 @@ def test_replica_that_can_flip_is_told_its_role_by_flag_and_others_by_their_prog
     assert found == free
 
 
-def test_only_replicas_of_one_rank_can_flip() -> None:
-    with pytest.raises(ConfigError, match="can_flip must be off where a replica has several"):
-        replace(CONFIG, can_flip=True, engine=replace(CONFIG.engine, tensor_parallel=2))
-    with pytest.raises(ConfigError, match="can_flip must be off where a replica has several"):
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_replicas_of_several_ranks_can_flip_where_both_pools_have_one_shape(
+    tensor: int, stages: int
+) -> None:
+    engine = replace(CONFIG.engine, tensor_parallel=tensor, pipeline_parallel=stages)
+    found = worker_configs(replace(CONFIG, can_flip=True, engine=engine), SITE)
+    assert {worker.engine.num_ranks for worker in found} == {tensor * stages}
+    assert {len(worker.roles) for worker in found} == {2}
+
+
+def test_pools_of_unlike_shapes_cannot_flip_and_the_flags_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"2 x 1 ranks by --decode-tensor.*replicas \(1 x 1\)"):
         replace(CONFIG, can_flip=True, decode_tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"1 x 4 ranks by .*--decode-pipeline-parallel-size"):
+        replace(CONFIG, can_flip=True, decode_pipeline_parallel=4)
+
+
+def test_stages_on_other_nodes_cannot_flip() -> None:
+    engine = replace(CONFIG.engine, pipeline_parallel=2)
+    with pytest.raises(ConfigError, match="can_flip must be off: with --spread-stages"):
+        replace(CONFIG, can_flip=True, spread_stages=True, engine=engine)
     (one, *_) = worker_configs(CONFIG, SITE)
-    with pytest.raises(ConfigError, match="can_flip must be off with 2 ranks"):
-        replace(one, can_flip=True, engine=replace(one.engine, pipeline_parallel=2))
+    with pytest.raises(ConfigError, match="can_flip must be off with spread_stages"):
+        replace(one, can_flip=True, spread_stages=True, engine=engine)

@@ -5,7 +5,7 @@ from pdserve.rank.inbox import ChannelLost, Inbox
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.step_loop import StepLoop
 from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
-from pdserve.rpc.v1 import rank_pb2
+from pdserve.rpc.v1 import rank_pb2, worker_pb2
 from pdserve.timeline import ManualClock
 
 
@@ -60,6 +60,33 @@ def run_loop(steps_s: list[float], full_step_s: float) -> list[rank_pb2.RankHear
         except ChannelClosed:
             theirs.close()
             return heartbeats
+
+
+def end_of_loop(*events: object) -> rank_pb2.ChangeRole | None:
+    """What a loop returns that finds these events in its inbox."""
+    clock, inbox = ManualClock(), Inbox()
+    for event in events:
+        inbox.post(event)
+    ours, theirs = make_pair()
+    engine = ScriptedEngine(clock, inbox, [])
+    outbox = Outbox(BlockingChannel(ours))
+    change = StepLoop(engine, inbox, outbox, clock, heartbeat_s=0.1, full_step_s=1.0).run()
+    ours.close()
+    theirs.close()
+    return change
+
+
+CHANGE = rank_pb2.ToRank(change_role=rank_pb2.ChangeRole(role="decode", incarnation=9))
+
+
+def test_a_rank_that_is_told_its_next_role_leaves_the_loop_with_it() -> None:
+    cancel = rank_pb2.ToRank(cancel=worker_pb2.CancelRequest())
+    assert end_of_loop(cancel, CHANGE) == CHANGE.change_role
+
+
+def test_a_rank_that_is_told_to_end_behind_its_next_role_ends() -> None:
+    assert end_of_loop(CHANGE, rank_pb2.ToRank(shutdown=rank_pb2.Shutdown())) is None
+    assert end_of_loop(CHANGE, ChannelLost()) is None
 
 
 def test_C9_after_short_steps_a_full_one_is_still_expected() -> None:
