@@ -25,7 +25,7 @@ __all__ = ["GRANULE_TOKENS", "PrefixIndex", "hash_granules"]
 
 HINT_S = 30.0
 """A placed prompt that its worker has not cached by then is not going to be."""
-_KEYS_A_SWEEP = 1 << 14
+_SEGMENTS_A_SWEEP = 8
 _NO_ROW = -1
 _NO_LENGTHS: Lengths = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -210,11 +210,10 @@ class PrefixIndex:
             self._retired, self._retired_next = self._retired_next, []
         if not self._retired:
             return False
-        num_swept = 0
-        while num_swept < _KEYS_A_SWEEP and self._next_segment < self._table.num_segments:
-            num_swept += self._sweep_segment(self._next_segment)
-            self._next_segment += 1
-        if self._next_segment == self._table.num_segments:
+        end = min(self._next_segment + _SEGMENTS_A_SWEEP, self._table.num_segments)
+        self._sweep_slots(self._table.slots_between(self._next_segment, end))
+        self._next_segment = end
+        if end == self._table.num_segments:
             self._next_segment = 0
             self._free_places += self._retired
             self._retired = []
@@ -291,16 +290,14 @@ class PrefixIndex:
             self._table.delete(slots[left.is_empty])
             self._num_pairs -= int(left.num_removed.sum())
 
-    def _sweep_segment(self, segment: int) -> int:
-        slots = self._table.segment(segment)
+    def _sweep_slots(self, slots: NDArray[np.int64]) -> None:
         if not len(slots):
-            return 0
+            return
         sets = self._table.values_at(slots)
         left = self._sets.remove_all(sets, np.array(self._retired, np.uint16))
         self._table.set_values(slots, left.sets)
         self._table.delete(slots[left.is_empty])
         self._num_pairs -= int(left.num_removed.sum())
-        return len(slots)
 
     def _now_s(self) -> float:
         return 0.0 if self._clock is None else self._clock.now()

@@ -58,7 +58,7 @@ def test_segments_name_every_key_once():
     table = GranuleTable()
     keys = np.arange(1, 5001, dtype=np.uint64)
     table.insert(keys, keys.astype(np.uint32))
-    slots = np.concatenate([table.segment(each) for each in range(table.num_segments)])
+    slots = np.concatenate([table.slots_between(each, each + 1) for each in range(table.num_segments)])
     assert sorted(table.values_at(slots).tolist()) == keys.tolist()
 
 
