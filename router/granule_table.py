@@ -24,17 +24,20 @@ Slots = NDArray[np.int64]
 
 _BUCKET = 8
 _FIRST_BUCKETS = 1 << 7
-FILL = 0.8
+FILL = 0.7
 """Cuckoo hashing in buckets of eight goes to 0.98, but takes longer and longer."""
 _EXTENSION_SHARE = 32
 _EXTENSION_BUCKETS = 1 << 15
 """By so many buckets at most the arrays get longer at once, or one for so many that are there: no
 call waits for much memory to be cleared."""
 _MAX_KICKS = 200
+_WALK_BUCKETS = 1 << 12
+"""That one step of a walk takes: more than an insertion of as many keys adds."""
 _MASK = 2**64 - 1
 _HALF = np.uint64(32)
 _SECOND_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _NO_KEY = np.uint64(0)
+_NO_KEYS = np.zeros(0, np.uint64)
 _ONE = np.uint64(1)
 
 
@@ -55,8 +58,10 @@ class GranuleTable:
         """A power of two: the buckets when all had last been split."""
         self._keys = np.zeros((_FIRST_BUCKETS, _BUCKET), np.uint64)
         self._values = np.zeros((_FIRST_BUCKETS, _BUCKET), np.uint32)
-        self.num_kicks=0
-        self.num_rounds=0
+        self._num_walked = 0
+        """Buckets; 0: no walk is going on."""
+        self._moved: list[Keys] = []
+        """Keys that were moved out of buckets to which the walk has not come yet."""
 
     def __len__(self) -> int:
         return self._num_keys
@@ -105,9 +110,21 @@ class GranuleTable:
         self._grow(int(np.ceil(self._num_keys / (_BUCKET * FILL))))
         self._place(keys, values)
 
-    def slots_between(self, bucket: int, end: int) -> Slots:
-        """Returns the slots of all keys in some buckets."""
-        return np.flatnonzero(self._keys[bucket:end]) + bucket * _BUCKET
+    def walk(self) -> Slots | None:
+        """Returns the slots of some keys, and those of others with each call that follows.
+
+        Between calls the table may change. What is there all the time comes once at least; then
+        there is None, and another walk may begin.
+        """
+        start, end = self._num_walked, min(self._num_walked + _WALK_BUCKETS, self.num_buckets)
+        if start == end:
+            self._num_walked = 0
+            return None
+        is_found, behind = self.find(np.concatenate((*self._moved, _NO_KEYS)))
+        behind = np.unique(behind[is_found])
+        self._num_walked, self._moved = end, []
+        ahead = np.flatnonzero(self._keys[start:end]) + start * _BUCKET
+        return np.concatenate((behind[behind < start * _BUCKET], ahead))
 
     def _first_of(self, mixed: Keys) -> Slots:
         return self._bucket(mixed)
@@ -133,14 +150,15 @@ class GranuleTable:
         for turn in range(_MAX_KICKS):
             if not len(keys):
                 return
-            self.num_kicks += len(keys)
-            self.num_rounds += 1
             mixed = keys * self._factor
             buckets = self._first_of(mixed) if turn % 2 else self._second_of(mixed)
             slots = buckets * _BUCKET + (turn * 5 + np.arange(len(keys))) % _BUCKET
             taken, winners = np.unique(slots, return_index=True)
             flat_keys, flat_values = self._keys.reshape(-1), self._values.reshape(-1)
             evicted = flat_keys[taken], flat_values[taken]
+            if self._num_walked:
+                is_ahead = (taken >= self._num_walked * _BUCKET) & (evicted[0] != _NO_KEY)
+                self._moved.append(evicted[0][is_ahead])
             flat_keys[taken], flat_values[taken] = keys[winners], values[winners]
             keys = np.concatenate((np.delete(keys, winners), evicted[0]))
             values = np.concatenate((np.delete(values, winners), evicted[1]))
@@ -152,11 +170,12 @@ class GranuleTable:
 
     def _place_free(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
         """Writes keys where there is room, and returns those whose buckets are full."""
-        for choose in (self._first_of, self._second_of):
-            if len(keys):
-                is_left = ~self._place_in(choose(keys * self._factor), keys, values)
-                keys, values = keys[is_left], values[is_left]
-        return keys, values
+        mixed = keys * self._factor
+        first, second = self._first_of(mixed), self._second_of(mixed)
+        room_first = np.bitwise_count(self._flags(first, _NO_KEY))
+        room_second = np.bitwise_count(self._flags(second, _NO_KEY))
+        is_left = ~self._place_in(np.where(room_second > room_first, second, first), keys, values)
+        return keys[is_left], values[is_left]
 
     def _place_in(self, buckets: Slots, keys: Keys, values: Values) -> NDArray[np.bool_]:
         """Writes keys to buckets that have room; says which."""

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Places, and how many leading granules of a prompt each has."""
+from router.holder_lengths import Lengths
 
 _MIN_TIDY = 1 << 12
 

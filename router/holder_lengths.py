@@ -1,0 +1,56 @@
+"""How far each holder of a prompt's first granule has it, read off the sets of its granules.
+
+Whoever has a granule mostly has all before it, but events of a moment ago may be missing: a holder
+counts up to the first granule that it lacks.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.holder_sets import MAX_ROWS, HolderSets, Sets, Slots, unpack_maps
+
+Lengths = tuple[Slots, Slots]
+"""Rows, and how many leading granules of a prompt each has."""
+
+NO_LENGTHS: Lengths = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class LengthMeter:
+    """Measures with arrays that are made once."""
+
+    def __init__(self, holder_sets: HolderSets) -> None:
+        """Reads these sets."""
+        self._sets = holder_sets
+        self._marks = np.zeros(MAX_ROWS + 1, np.uint16)
+        """A bit for each row that is asked for, during a call."""
+
+    def measure(self, sets: Sets) -> Lengths:
+        """Returns the rows of the first set, and in how many sets from there on each is."""
+        lines = self._sets.lists_of(sets)
+        return self._measure_maps(sets) if lines is None else self._measure_lists(lines)
+
+    def _measure_lists(self, lines: NDArray[np.uint16]) -> Lengths:
+        rows = lines[0][lines[0] != MAX_ROWS]
+        bits = np.uint16(1) << np.arange(len(rows), dtype=np.uint16)
+        self._marks[rows] = bits
+        # Transposed, for numpy is slow at joining few at a time.
+        masks = np.ascontiguousarray(self._marks.take(lines).T)
+        self._marks[rows] = 0
+        held = np.bitwise_and.accumulate(np.bitwise_or.reduce(masks, axis=0))
+        # Behind the last set is one of nobody.
+        held = np.append(held, np.uint16(0))
+        return rows.astype(np.int64), ((held & bits[:, None]) == 0).argmax(axis=1)
+
+    def _measure_maps(self, sets: Sets) -> Lengths:
+        maps = self._sets.maps_of(sets)
+        # What changes behind each map; behind the last one all end.
+        changes = np.empty_like(maps)
+        np.bitwise_xor(maps[:-1], maps[1:], out=changes[:-1])
+        changes[-1] = maps[-1]
+        if (changes[:-1] & maps[1:]).view(np.bool_).any():
+            # Somebody has what extends a prefix but not all of the prefix: rare.
+            np.bitwise_and.accumulate(maps, axis=0, out=maps)
+            np.bitwise_xor(maps[:-1], maps[1:], out=changes[:-1])
+            changes[-1] = maps[-1]
+        last, rows = unpack_maps(changes)
+        return rows, last + 1
