@@ -1,18 +1,18 @@
 """A hash table of 64-bit keys in flat arrays that grows bit by bit and is always as full.
 
-A key may stand in one of two buckets of eight, wherever they are. It goes to its first one; if that
-is full to the second; and if both are, some key there moves to its other bucket (cuckoo hashing:
-Pagh and Rodler 2001; buckets: Dietzfelbinger and Weidling 2007). So a look-up reads one or two
-cache lines, and nothing is left behind where a key was. All calls work on arrays.
+A key may stand in one of two buckets of eight. It goes to the emptier one; if both are full, some
+key there moves to its other bucket (cuckoo hashing: Pagh and Rodler 2001; buckets: Dietzfelbinger
+and Weidling 2007). So a look-up reads two cache lines at most, and nothing is left behind where a
+key was. All calls work on arrays.
 
     | split | to be split | those split off |      a key's bucket: the low bits of its hash, with
     0       n - half      half              n      one bit less where that would be n or more
 
 For keys that come, buckets are added at the end (linear hashing: Litwin 1980), each split off the
-next one in turn: the keys whose hash has the next bit go to the same places there. Nothing is
-placed anew, and what a call takes is bounded by a multiple of its own keys. Buckets that are to be
-split get twice the keys of others, but as each key has a choice of two, one and the other kind
-get equally full.
+next one in turn: keys whose hash has the next bit go there, to the same places. Nothing is placed
+anew, and what a call takes is bounded by a multiple of its own keys, however large the table is.
+Twice as many keys hash to a bucket that is still to be split as to one that has been, but since
+each has two to choose from, all get about as full, and memory is the same at every size.
 """
 
 import numpy as np
@@ -24,12 +24,12 @@ Slots = NDArray[np.int64]
 
 _BUCKET = 8
 _FIRST_BUCKETS = 1 << 7
-FILL = 0.7
-"""Cuckoo hashing in buckets of eight goes to 0.98, but takes longer and longer."""
-_EXTENSION_SHARE = 32
-_EXTENSION_BUCKETS = 1 << 15
-"""By so many buckets at most the arrays get longer at once, or one for so many that are there: no
-call waits for much memory to be cleared."""
+_FILL = 0.7
+"""It goes to 0.9, but what comes then pushes four others on instead of one in ten."""
+_SPARE_SHARE = 64
+_MAX_SPARE_BUCKETS = 1 << 15
+"""The arrays get longer by one bucket for so many that are there and by so many at most: no call
+waits for much memory to be cleared."""
 _MAX_KICKS = 200
 _WALK_BUCKETS = 1 << 12
 """That one step of a walk takes: more than an insertion of as many keys adds."""
@@ -53,7 +53,7 @@ class GranuleTable:
         """
         self._factor = np.uint64((0xD6E8FEB86659FD93 ^ seed << 1) & _MASK | 1)
         self._num_keys = 0
-        self.num_buckets = _FIRST_BUCKETS
+        self._num_buckets = _FIRST_BUCKETS
         self._half = _FIRST_BUCKETS
         """A power of two: the buckets when all had last been split."""
         self._keys = np.zeros((_FIRST_BUCKETS, _BUCKET), np.uint64)
@@ -85,7 +85,7 @@ class GranuleTable:
         mixed = key * int(self._factor) & _MASK
         for hashed in (mixed, (mixed ^ mixed >> 32) * int(_SECOND_FACTOR) & _MASK):
             bucket = hashed >> 32 & 2 * self._half - 1
-            if bucket >= self.num_buckets:
+            if bucket >= self._num_buckets:
                 bucket -= self._half
             if key in self._keys[bucket].tolist():
                 return True
@@ -107,7 +107,7 @@ class GranuleTable:
     def insert(self, keys: Keys, values: Values) -> None:
         """Adds keys that are not there, each once."""
         self._num_keys += len(keys)
-        self._grow(int(np.ceil(self._num_keys / (_BUCKET * FILL))))
+        self._grow(int(np.ceil(self._num_keys / (_BUCKET * _FILL))))
         self._place(keys, values)
 
     def walk(self) -> Slots | None:
@@ -116,7 +116,7 @@ class GranuleTable:
         Between calls the table may change. What is there all the time comes once at least; then
         there is None, and another walk may begin.
         """
-        start, end = self._num_walked, min(self._num_walked + _WALK_BUCKETS, self.num_buckets)
+        start, end = self._num_walked, min(self._num_walked + _WALK_BUCKETS, self._num_buckets)
         if start == end:
             self._num_walked = 0
             return None
@@ -127,14 +127,14 @@ class GranuleTable:
         return np.concatenate((behind[behind < start * _BUCKET], ahead))
 
     def _first_of(self, mixed: Keys) -> Slots:
-        return self._bucket(mixed)
+        return self._bucket_of(mixed)
 
     def _second_of(self, mixed: Keys) -> Slots:
-        return self._bucket((mixed ^ mixed >> _HALF) * _SECOND_FACTOR)
+        return self._bucket_of((mixed ^ mixed >> _HALF) * _SECOND_FACTOR)
 
-    def _bucket(self, hashes: Keys) -> Slots:
+    def _bucket_of(self, hashes: Keys) -> Slots:
         buckets = (hashes >> _HALF & np.uint64(2 * self._half - 1)).view(np.int64)
-        buckets -= self._half * (buckets >= self.num_buckets)
+        buckets -= self._half * (buckets >= self._num_buckets)
         return buckets
 
     def _find_in(self, buckets: Slots, keys: Keys) -> tuple[NDArray[np.bool_], Slots]:
@@ -165,16 +165,16 @@ class GranuleTable:
             # A bucket that was not full after all evicted nobody.
             keys, values = self._place_free(keys[keys != 0], values[keys != 0])
         if len(keys):
-            self._grow(self.num_buckets + self.num_buckets // 32)
+            self._grow(self._num_buckets + max(len(keys), self._num_buckets // _SPARE_SHARE))
             self._place(keys, values)
 
     def _place_free(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
-        """Writes keys where there is room, and returns those whose buckets are full."""
+        """Writes keys where there is room, and returns those that found none."""
         mixed = keys * self._factor
         first, second = self._first_of(mixed), self._second_of(mixed)
-        room_first = np.bitwise_count(self._flags(first, _NO_KEY))
-        room_second = np.bitwise_count(self._flags(second, _NO_KEY))
-        is_left = ~self._place_in(np.where(room_second > room_first, second, first), keys, values)
+        first_room = np.bitwise_count(self._flags(first, _NO_KEY))
+        second_room = np.bitwise_count(self._flags(second, _NO_KEY))
+        is_left = ~self._place_in(np.where(second_room > first_room, second, first), keys, values)
         return keys[is_left], values[is_left]
 
     def _place_in(self, buckets: Slots, keys: Keys, values: Values) -> NDArray[np.bool_]:
@@ -195,31 +195,31 @@ class GranuleTable:
         return is_placed
 
     def _grow(self, num_buckets: int) -> None:
-        while self.num_buckets < num_buckets:
-            start = self.num_buckets - self._half
-            end = min(start + num_buckets - self.num_buckets, self._half)
+        while self._num_buckets < num_buckets:
+            start = self._num_buckets - self._half
+            end = min(start + num_buckets - self._num_buckets, self._half)
             self._split(start, end)
             if end == self._half:
                 self._half *= 2
 
     def _split(self, start: int, end: int) -> None:
         """Splits these buckets, which are the next ones in turn."""
-        self.num_buckets = self._half + end
+        self._num_buckets = self._half + end
         self._extend()
         keys, values = self._keys[start:end], self._values[start:end]
         mixed = keys * self._factor
         here = np.arange(start, end)[:, None]
         # A key stands here by its first or its second hash; it may stay by either.
         moves = (self._first_of(mixed) != here) & (self._second_of(mixed) != here)
-        self._keys[self._half + start : self.num_buckets] = keys * moves
-        self._values[self._half + start : self.num_buckets] = values
+        self._keys[self._half + start : self._num_buckets] = keys * moves
+        self._values[self._half + start : self._num_buckets] = values
         keys *= ~moves
 
     def _extend(self) -> None:
         length = len(self._keys)
-        if self.num_buckets > length:
-            more = min(length // _EXTENSION_SHARE, _EXTENSION_BUCKETS)
-            length = max(self.num_buckets, length + more)
+        if self._num_buckets > length:
+            more = min(length // _SPARE_SHARE, _MAX_SPARE_BUCKETS)
+            length = max(self._num_buckets, length + more)
             # In place: the allocator moves large arrays by their page tables, not by their bytes.
             # Nothing else refers to them between calls.
             self._keys.resize((length, _BUCKET), refcheck=False)
@@ -236,7 +236,7 @@ def _choose(free: NDArray[np.uint64], keys: Keys) -> Slots:
     return start + _lowest(first & (~first + _ONE))
 
 
-def _lowest(words: NDArray[np.uint64]) -> Slots:
+def _lowest(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """Returns which flag is set in words with exactly one."""
-    places: Slots = (np.bitwise_count(words - _ONE) >> 3).astype(np.int64)
+    places: NDArray[np.uint8] = np.bitwise_count(words - _ONE) >> 3
     return places

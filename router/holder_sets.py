@@ -245,13 +245,15 @@ class HolderSets:
             return None
         if kind == 0:
             return sets[:, None].astype(np.uint16)
-        lines = self._take_lists(kind, sets * (kinds == kind))
-        for lower in range(kind):
-            where = np.flatnonzero(kinds == lower)
+        if (kinds == kind).all():
+            return self._take_lists(kind, sets)
+        lines = np.full((len(sets), _LIST_SIZES[kind]), _NOBODY, np.uint16)
+        # Of lists that is overwritten.
+        lines[:, 0] = sets
+        for each in range(1, kind + 1):
+            where = np.flatnonzero(kinds == each)
             if len(where):
-                lines[where] = _NOBODY
-                few = self._take_lists(lower, sets[where]) if lower else sets[where, None]
-                lines[where, : few.shape[1]] = few
+                lines[where, : _LIST_SIZES[each]] = self._take_lists(each, sets[where])
         return lines
 
     def _take_lists(self, kind: int, sets: Sets) -> Rows:
