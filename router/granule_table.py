@@ -32,7 +32,7 @@ _MAX_SPARE_BUCKETS = 1 << 15
 waits for much memory to be cleared."""
 _MAX_KICKS = 200
 _WALK_BUCKETS = 1 << 12
-"""That one step of a walk takes: more than an insertion of as many keys adds."""
+"""That one step of a walk takes: more than come with one insertion of 8,192 keys."""
 _MASK = 2**64 - 1
 _HALF = np.uint64(32)
 _SECOND_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -110,21 +110,19 @@ class GranuleTable:
         self._grow(int(np.ceil(self._num_keys / (_BUCKET * _FILL))))
         self._place(keys, values)
 
-    def walk(self) -> Slots | None:
-        """Returns the slots of some keys, and those of others with each call that follows.
+    def walk(self) -> tuple[Slots, bool]:
+        """Returns the slots of some keys, of others with each call, and whether these are the last.
 
-        Between calls the table may change. What is there all the time comes once at least; then
-        there is None, and another walk may begin.
+        Between calls the table may change. What is there all the time comes once at least.
         """
         start, end = self._num_walked, min(self._num_walked + _WALK_BUCKETS, self._num_buckets)
-        if start == end:
-            self._num_walked = 0
-            return None
         is_found, behind = self.find(np.concatenate((*self._moved, _NO_KEYS)))
         behind = np.unique(behind[is_found])
-        self._num_walked, self._moved = end, []
         ahead = np.flatnonzero(self._keys[start:end]) + start * _BUCKET
-        return np.concatenate((behind[behind < start * _BUCKET], ahead))
+        # What is split off later comes from buckets that have been walked.
+        is_last = end == self._num_buckets
+        self._num_walked, self._moved = 0 if is_last else end, []
+        return np.concatenate((behind[behind < start * _BUCKET], ahead)), is_last
 
     def _first_of(self, mixed: Keys) -> Slots:
         return self._bucket_of(mixed)

@@ -186,17 +186,18 @@ class PrefixIndex:
         self.sweep()
 
     def sweep(self) -> bool:
-        """Takes entries of workers that left out of a part of the table; False: there are none."""
+        """Takes out some entries of workers that left; False: there are none."""
+        if self._hints.forget_some():
+            return True
         if not self._retired:
             self._retired, self._retired_next = self._retired_next, []
         if not self._retired:
             return False
-        slots = self._table.walk()
-        if slots is None:
+        slots, is_last = self._table.walk()
+        self._sweep_slots(slots)
+        if is_last:
             self._free_places += self._retired
             self._retired = []
-        else:
-            self._sweep_slots(slots)
         return True
 
     def _place_of(self, worker_id: WorkerId) -> int:
