@@ -5,7 +5,6 @@ counts up to the first granule that it lacks.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from router.holder_sets import MAX_ROWS, HolderSets, Sets, Slots, unpack_maps
 
@@ -23,25 +22,38 @@ class LengthMeter:
         self._sets = holder_sets
         self._marks = np.zeros(MAX_ROWS + 1, np.uint16)
         """A bit for each row that is asked for, during a call."""
+        self._tails = np.zeros(MAX_ROWS + 1, np.int64)
+        """By rows: what comes on top, during a call."""
 
     def measure(self, sets: Sets) -> Lengths:
         """Returns the rows of the first set, and in how many sets from there on each is."""
-        lines = self._sets.lists_of(sets)
-        return self._measure_maps(sets) if lines is None else self._measure_lists(lines)
+        num_maps = self._sets.count_leading_maps(sets)
+        if num_maps == 0:
+            return self._measure_few(sets)
+        rows, lengths = self._measure_many(sets[:num_maps])
+        if num_maps < len(sets):
+            few, tails = self._measure_few(sets[num_maps:])
+            self._tails[few] = tails
+            lengths += self._tails[rows] * (lengths == num_maps)
+            self._tails[few] = 0
+        return rows, lengths
 
-    def _measure_lists(self, lines: NDArray[np.uint16]) -> Lengths:
+    def _measure_few(self, sets: Sets) -> Lengths:
+        """Measures sets of which the first is a list."""
+        lines = self._sets.lists_of(sets)
         rows = lines[0][lines[0] != MAX_ROWS]
         bits = np.uint16(1) << np.arange(len(rows), dtype=np.uint16)
         self._marks[rows] = bits
         # Transposed, for numpy is slow at joining few at a time.
         masks = np.ascontiguousarray(self._marks.take(lines).T)
         self._marks[rows] = 0
-        held = np.bitwise_and.accumulate(np.bitwise_or.reduce(masks, axis=0))
+        held = np.bitwise_or.reduce(masks, axis=0) | self._sets.mark_maps(sets, rows)
         # Behind the last set is one of nobody.
-        held = np.append(held, np.uint16(0))
+        held = np.append(np.bitwise_and.accumulate(held), np.uint16(0))
         return rows.astype(np.int64), ((held & bits[:, None]) == 0).argmax(axis=1)
 
-    def _measure_maps(self, sets: Sets) -> Lengths:
+    def _measure_many(self, sets: Sets) -> Lengths:
+        """Measures sets that are all maps."""
         maps = self._sets.maps_of(sets)
         # What changes behind each map; behind the last one all end.
         changes = np.empty_like(maps)

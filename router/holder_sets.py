@@ -237,48 +237,46 @@ class HolderSets:
                 self._maps.items[slots, words] |= bits
         return _name(kind, slots)
 
-    def lists_of(self, sets: Sets) -> Rows | None:
-        """Returns the rows of each set in a line, padded with `MAX_ROWS`; None: some are maps."""
+    def count_leading_maps(self, sets: Sets) -> int:
+        """Returns how many sets come before the first one that is a list."""
+        is_list = sets >> _KIND_SHIFT != _MAP
+        return int(is_list.argmax()) if is_list.any() else len(sets)
+
+    def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
+        """Returns sets that are maps, [number, words]."""
+        maps: NDArray[np.uint64] = self._maps.items.take(sets & _SLOT_MASK, axis=0)
+        return maps
+
+    def lists_of(self, sets: Sets) -> Rows:
+        """Returns the rows of each set in a line, padded with `MAX_ROWS`; maps have none."""
         kinds = sets >> _KIND_SHIFT
         kind = int(kinds.max())
-        if kind == _MAP:
-            return None
         if kind == 0:
             return sets[:, None].astype(np.uint16)
-        if (kinds == kind).all():
+        if kind != _MAP and (kinds == kind).all():
             return self._take_lists(kind, sets)
-        lines = np.full((len(sets), _LIST_SIZES[kind]), _NOBODY, np.uint16)
-        # Of lists that is overwritten.
-        lines[:, 0] = sets
-        for each in range(1, kind + 1):
+        lines = np.full((len(sets), max(_LIST_SIZES.values())), _NOBODY, np.uint16)
+        lines[:, 0] = np.where(kinds == 0, sets, _NOBODY)
+        for each, size in _LIST_SIZES.items():
             where = np.flatnonzero(kinds == each)
             if len(where):
-                lines[where, : _LIST_SIZES[each]] = self._take_lists(each, sets[where])
+                lines[where, :size] = self._take_lists(each, sets[where])
         return lines
 
     def _take_lists(self, kind: int, sets: Sets) -> Rows:
         lists: Rows = self._lists[kind].items.take(sets & _SLOT_MASK, axis=0)
         return lists
 
-    def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
-        """Returns the sets as bit maps, [number, words]."""
-        is_map = sets >> _KIND_SHIFT == _MAP
-        maps: NDArray[np.uint64]
-        if is_map.any():
-            maps = self._maps.items.take((sets & _SLOT_MASK) * is_map, axis=0)
-        else:
-            maps = np.zeros((len(sets), self.num_words), np.uint64)
-        others = np.flatnonzero(~is_map)
-        if len(others):
-            maps[others] = 0
-            members = self.lists_of(sets[others])
-            assert members is not None
-            at = np.flatnonzero(members != _NOBODY)
-            words, bits = _bits_of(members.reshape(-1)[at])
-            where = others[at // members.shape[1]] * self.num_words + words
-            # No bit comes twice, so that adding is joining; add.at is the quick one of the two.
-            np.add.at(maps.reshape(-1), where, bits)
-        return maps
+    def mark_maps(self, sets: Sets, rows: Rows) -> NDArray[np.uint16]:
+        """Says which of up to 16 rows each set has, a bit for each row, if the set is a map."""
+        marks = np.zeros(len(sets), np.uint16)
+        where = np.flatnonzero(sets >> _KIND_SHIFT == _MAP)
+        if len(where):
+            maps = self.maps_of(sets[where])
+            for number, row in enumerate(rows.tolist()):
+                flags = maps[:, row >> 6] >> np.uint64(row & 63) & np.uint64(1)
+                marks[where] |= flags.astype(np.uint16) << np.uint16(number)
+        return marks
 
 
 def unpack_maps(maps: NDArray[np.uint64]) -> tuple[Slots, Slots]:

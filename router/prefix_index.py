@@ -175,7 +175,7 @@ class PrefixIndex:
         self._hints.drop(self._now_s())
         lives = [self._lives.get(each) for each in worker_ids]
         known = [i for i, life in enumerate(lives) if life is not None and life.is_watched]
-        if not known:
+        if not sum(len(keys[i]) for i in known):
             return
         places = [np.full(len(keys[i]), self._place_of(worker_ids[i]), np.uint16) for i in known]
         self._take_events(

@@ -231,6 +231,31 @@ def test_no_turn_takes_more_than_a_part_of_what_a_worker_had_when_it_left():
     assert max(before - after for before, after in pairwise(counts)) <= 1 << 15
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_lengths_are_right_whatever_sets_follow_one_another(seed: int):
+    """Sets of all sizes, closed under prefixes and not."""
+    random = np.random.default_rng(seed)
+    index = PrefixIndex(seed=seed)
+    keys = np.arange(1, 61, dtype=np.uint64)
+    held: dict[WorkerId, set[int]] = {}
+    num_workers = int(random.choice([3, 16, 40, 150]))
+    ends = random.integers(1, 61, num_workers)
+    for number, end in enumerate(np.sort(ends) if seed % 2 else ends):
+        has = keys[:end]
+        if seed % 3 == 0:
+            has = has[random.random(len(has)) < 0.8]
+        if seed % 3 == 1:
+            # A hole in the sets of most, so that lists stand between maps.
+            has = np.delete(has, [7]) if number > 2 and len(has) > 7 else has
+        worker_id = WorkerId(f"w{number}")
+        index.begin_snapshot(worker_id)
+        _tell(index, worker_id, *has.tolist())
+        held[worker_id] = set(has.tolist())
+    for first in (1, 2, 8, 9, 40):
+        query = list(range(first, 62))
+        assert index.match(query) == _expected(held, query)
+
+
 class World:
     """One worker, and a network that loses, repeats and delays what it says to one router."""
 
