@@ -40,9 +40,9 @@ NUM_STEADY_BATCHES = 100
 SIZES = (1_000_000, 16_000_000)
 WORKLOAD = (
     f"{NUM_WORKERS} workers; events in batches of {BATCH} from {BATCH_WORKERS} of them; prompts of "
-    f"{PROMPT_GRANULES} granules of {GRANULE_TOKENS} tokens, keys given as a tuple of ints; seconds of "
-    f"the thread's own, others used the machine; of look-ups the median of the calmest of {NUM_ROUNDS} "
-    "rounds, and of all"
+    f"{PROMPT_GRANULES} granules of {GRANULE_TOKENS} tokens, keys as a tuple of ints; time of "
+    f"the thread itself, others used the machine; look-ups: median of the calmest of {NUM_ROUNDS} "
+    "rounds"
 )
 
 

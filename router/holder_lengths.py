@@ -13,6 +13,8 @@ Lengths = tuple[Slots, Slots]
 
 NO_LENGTHS: Lengths = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
+_SHORT = 24
+
 
 class LengthMeter:
     """Measures with arrays that are made once."""
@@ -32,11 +34,22 @@ class LengthMeter:
             return self._measure_few(sets)
         rows, lengths = self._measure_many(sets[:num_maps])
         if num_maps < len(sets):
-            few, tails = self._measure_few(sets[num_maps:])
+            tail = sets[num_maps:]
+            is_short = len(tail) <= _SHORT
+            few, tails = self._measure_short(tail) if is_short else self._measure_few(tail)
             self._tails[few] = tails
             lengths += self._tails[rows] * (lengths == num_maps)
             self._tails[few] = 0
         return rows, lengths
+
+    def _measure_short(self, sets: Sets) -> Lengths:
+        """Does as `_measure_few`, in less time for so few sets than its many steps take."""
+        lengths = dict.fromkeys(self._sets.rows_in(sets.item(0)), 1)
+        for number, one in enumerate(sets.tolist()):
+            for row in self._sets.rows_in(one):
+                if lengths.get(row) == number:
+                    lengths[row] += 1
+        return np.array(list(lengths)), np.array(list(lengths.values()))
 
     def _measure_few(self, sets: Sets) -> Lengths:
         """Measures sets of which the first is a list."""

@@ -23,6 +23,7 @@ _KIND_SHIFT = 30
 _SLOT_MASK = (1 << _KIND_SHIFT) - 1
 _LIST_SIZES = {1: 4, 2: 16}
 _MAP = 3
+_FIRST_MAP = np.uint32(_MAP << _KIND_SHIFT)
 _SHRINKS_AT = {2: 2, _MAP: 8}
 """So many members move to the kind before: half of what it holds, so that few go back and forth."""
 _FIRST_WORDS = 16
@@ -239,8 +240,18 @@ class HolderSets:
 
     def count_leading_maps(self, sets: Sets) -> int:
         """Returns how many sets come before the first one that is a list."""
-        is_list = sets >> _KIND_SHIFT != _MAP
-        return int(is_list.argmax()) if is_list.any() else len(sets)
+        is_list = sets < _FIRST_MAP
+        first = int(is_list.argmax())
+        return first if is_list[first] else len(sets)
+
+    def rows_in(self, one: int) -> list[int]:
+        """Returns the rows of one set."""
+        kind, slot = one >> _KIND_SHIFT, one & _SLOT_MASK
+        if kind == 0:
+            return [one]
+        if kind == _MAP:
+            return unpack_maps(self._maps.items[slot : slot + 1])[1].tolist()
+        return [row for row in self._lists[kind].items[slot].tolist() if row != _NOBODY]
 
     def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
         """Returns sets that are maps, [number, words]."""
