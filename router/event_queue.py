@@ -40,10 +40,10 @@ class EventQueue:
     def flush(self) -> None:
         """Hands one batch, the oldest, to the index."""
         size, count = 0, 0
-        for _, keys, _ in self._events:
-            if size + len(keys) > MAX_BATCH:
+        for event in self._events:
+            if size + len(event[1]) > MAX_BATCH:
                 break
-            size += len(keys)
+            size += len(event[1])
             count += 1
         batch, self._events = self._events[:count], self._events[count:]
         self.num_waiting -= size

@@ -141,7 +141,8 @@ class GranuleTable:
 
     def _flags(self, buckets: Slots, keys: Keys | np.uint64) -> NDArray[np.uint64]:
         """Says which places of the buckets have a key, one byte for each place."""
-        return (self._keys.take(buckets, axis=0) == keys).view("<u8")[:, 0]
+        is_same: NDArray[np.bool_] = self._keys.take(buckets, axis=0) == keys
+        return is_same.view("<u8")[:, 0]
 
     def _place(self, keys: Keys, values: Values) -> None:
         keys, values = self._place_free(keys, values)

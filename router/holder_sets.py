@@ -250,7 +250,8 @@ class HolderSets:
         if kind == 0:
             return [one]
         if kind == _MAP:
-            return unpack_maps(self._maps.items[slot : slot + 1])[1].tolist()
+            rows: list[int] = unpack_maps(self._maps.items[slot : slot + 1])[1].tolist()
+            return rows
         return [row for row in self._lists[kind].items[slot].tolist() if row != _NOBODY]
 
     def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
