@@ -6,7 +6,7 @@ counts up to the first granule that it lacks.
 
 import numpy as np
 
-from router.holder_sets import MAX_ROWS, HolderSets, Sets, Slots, unpack_maps
+from router.holder_sets import MAX_ROWS, HolderSets, Sets, Slots, count_bits, unpack_maps
 
 Lengths = tuple[Slots, Slots]
 """Rows, and how many leading granules of a prompt each has."""
@@ -72,10 +72,13 @@ class LengthMeter:
         changes = np.empty_like(maps)
         np.bitwise_xor(maps[:-1], maps[1:], out=changes[:-1])
         changes[-1] = maps[-1]
-        if (changes[:-1] & maps[1:]).view(np.bool_).any():
-            # Somebody has what extends a prefix but not all of the prefix: rare.
+        num_rows = count_bits(maps[0])
+        last, rows = unpack_maps(changes, num_rows)
+        if len(rows) != num_rows:
+            # Somebody has what extends a prefix but not all of the prefix, for else each row of the
+            # first map ends once and no other comes: rare.
             np.bitwise_and.accumulate(maps, axis=0, out=maps)
             np.bitwise_xor(maps[:-1], maps[1:], out=changes[:-1])
             changes[-1] = maps[-1]
-        last, rows = unpack_maps(changes)
+            last, rows = unpack_maps(changes)
         return rows, last + 1

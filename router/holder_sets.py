@@ -291,10 +291,20 @@ class HolderSets:
         return marks
 
 
-def unpack_maps(maps: NDArray[np.uint64]) -> tuple[Slots, Slots]:
-    """Returns, for each bit that is set, the index of its map and its row, in order."""
+def count_bits(maps: NDArray[np.uint64]) -> int:
+    """Returns how many bits are set."""
+    return int(np.bitwise_count(maps).sum())
+
+
+def unpack_maps(maps: NDArray[np.uint64], max_words: int | None = None) -> tuple[Slots, Slots]:
+    """Returns, for each bit that is set, the index of its map and its row, in order.
+
+    Of maps with more words that are not 0 than wanted, it returns nothing.
+    """
     flat = maps.reshape(-1)
     where = np.flatnonzero(flat != 0)
+    if max_words is not None and len(where) > max_words:
+        return where[:0], where[:0]
     words = flat[where]
     below = words - np.uint64(1)
     if (words & below).any():
