@@ -39,6 +39,8 @@ class CacheWatch:
         self._queue = EventQueue(index)
         self._has_room = asyncio.Event()
         self._has_room.set()
+        self._turn = asyncio.Lock()
+        """Of the stream that may fill the room: not all that wait for it may at once."""
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
         self.num_gaps = 0
         """Streams that had to be opened anew because something was missing."""
@@ -122,13 +124,14 @@ class CacheWatch:
         call = link.watch_cache(request)
         try:
             async for batch in call:
-                await self._has_room.wait()
-                # A lost worker has been forgotten: nothing may bring it back.
-                if link.is_lost:
-                    return
-                taken = feed.take(batch)
-                if self._queue.num_waiting > _MAX_WAITING:
-                    self._has_room.clear()
+                async with self._turn:
+                    await self._has_room.wait()
+                    # A lost worker has been forgotten: nothing may bring it back.
+                    if link.is_lost:
+                        return
+                    taken = feed.take(batch)
+                    if self._queue.num_waiting > _MAX_WAITING:
+                        self._has_room.clear()
                 if taken is not Taken.FOLLOWED:
                     self.num_gaps += 1
                     extra = {"worker_id": link.key.worker_id, "why": taken.name.lower()}

@@ -8,7 +8,7 @@ from router.holder_sets import Bits
 from router.prefix_index import PrefixIndex
 
 MAX_BATCH = 1 << 13
-"""Keys that the index takes at once: under 10 ms of the event loop."""
+"""Keys that the index takes at once, at most: under 10 ms of the event loop."""
 
 
 @dataclass(slots=True)
@@ -21,10 +21,11 @@ class EventQueue:
     _events: list[tuple[WorkerId, Keys, Bits]] = field(default_factory=list)
 
     def put(self, worker_id: WorkerId, keys: Keys, is_removed: Bits) -> None:
-        """Adds a worker's events."""
-        if len(keys):
-            self._events.append((worker_id, keys, is_removed))
-            self.num_waiting += len(keys)
+        """Adds a worker's events, cut into what can be taken at once."""
+        for start in range(0, len(keys), MAX_BATCH):
+            part = slice(start, start + MAX_BATCH)
+            self._events.append((worker_id, keys[part], is_removed[part]))
+        self.num_waiting += len(keys)
 
     def begin_snapshot(self, worker_id: WorkerId) -> None:
         """Voids all that is known of a worker, what waits here included."""
@@ -39,8 +40,10 @@ class EventQueue:
     def flush(self) -> None:
         """Hands one batch, the oldest, to the index."""
         size, count = 0, 0
-        while count < len(self._events) and (count == 0 or size < MAX_BATCH):
-            size += len(self._events[count][1])
+        for event in self._events:
+            if size + len(event[1]) > MAX_BATCH:
+                break
+            size += len(event[1])
             count += 1
         batch, self._events = self._events[:count], self._events[count:]
         self.num_waiting -= size

@@ -1,14 +1,18 @@
-"""A hash table of 64-bit keys in flat arrays that grows a segment at a time.
+"""A hash table of 64-bit keys in flat arrays that grows bit by bit and is always as full.
 
-A key may stand in one of two buckets of eight, both of its segment. It goes to the emptier one; if
-both are full, some key there moves to its other bucket (cuckoo hashing: Pagh and Rodler 2001;
-buckets: Dietzfelbinger and Weidling 2007). So a look-up reads two cache lines, and nothing is left
-behind where a key was. All calls work on arrays.
+A key may stand in one of two buckets of eight. It goes to the emptier one; if both are full, some
+key there moves to its other bucket (cuckoo hashing: Pagh and Rodler 2001; buckets: Dietzfelbinger
+and Weidling 2007). So a look-up reads two cache lines at most, and nothing is left behind where a
+key was. All calls work on arrays.
 
-Each segment is spread anew when it gets full. The buckets of all segments lie interleaved, the
-first of each, then the second of each: so the arrays get longer at their end, where they are, and
-ahead of need, a piece a call. What a call takes is thus bounded by one segment or a multiple of its
-own keys.
+    | split | to be split | those split off |      a key's bucket: the low bits of its hash, with
+    0       n - half      half              n      one bit less where that would be n or more
+
+For keys that come, buckets are added at the end (linear hashing: Litwin 1980), each split off the
+next one in turn: keys whose hash has the next bit go there, to the same places. Nothing is placed
+anew, and what a call takes is bounded by a multiple of its own keys, however large the table is.
+Twice as many keys hash to a bucket that is still to be split as to one that has been, but since
+each has two to choose from, all get about as full, and memory is the same at every size.
 """
 
 import numpy as np
@@ -19,30 +23,22 @@ Values = NDArray[np.uint32]
 Slots = NDArray[np.int64]
 
 _BUCKET = 8
-_MAX_FILL = 0.85
-_HARD_FILL = 0.94
-"""Cuckoo hashing in buckets of eight goes to 0.98."""
-_SPREADS_AT = 0.8
-"""So full a segment is due to be spread over more buckets."""
-_SPREAD_PER_KEY = 8
-"""Keys that are spread anew for each one that comes, unless a segment is past the hard limit. It is
-enough to get round before any is: the table grows by a sixth from one limit to the other."""
-_GROWTH = 1.15
-_EXTENDS_AT = 0.76
-"""So full a segment asks for longer arrays: some time before it needs them."""
-_EXTENSION_BYTES = 1 << 22
-"""That the arrays get longer by in one call, if that is soon enough."""
-_SEGMENT_BITS = 9
-_NUM_SEGMENTS = 1 << _SEGMENT_BITS
-_SEGMENT_SHIFT = np.uint64(64 - _SEGMENT_BITS)
+_FIRST_BUCKETS = 1 << 7
+_FILL = 0.7
+"""It goes to 0.9, but what comes then pushes four others on instead of one in ten."""
+_SPARE_SHARE = 64
+_MAX_SPARE_BUCKETS = 1 << 15
+"""The arrays get longer by one bucket for so many that are there and by so many at most: no call
+waits for much memory to be cleared."""
 _MAX_KICKS = 200
-_NUM_PARTS = 4
-_MAX_REHASH = 1 << 16
-"""Keys that are spread anew at once."""
+_WALK_BUCKETS = 1 << 12
+"""That one step of a walk takes: more than come with one insertion of 8,192 keys."""
 _MASK = 2**64 - 1
 _HALF = np.uint64(32)
-_LOW_32 = np.uint64(0xFFFFFFFF)
 _SECOND_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_NO_KEY = np.uint64(0)
+_NO_KEYS = np.zeros(0, np.uint64)
+_ONE = np.uint64(1)
 
 
 class GranuleTable:
@@ -53,47 +49,44 @@ class GranuleTable:
 
         Args:
             seed: of the hash. Keys come from what clients send: who does not know the seed cannot
-                choose prompts that fill one segment.
+                choose prompts that crowd a few buckets.
         """
         self._factor = np.uint64((0xD6E8FEB86659FD93 ^ seed << 1) & _MASK | 1)
-        self._stride = 1
-        self._num_buckets = np.ones(_NUM_SEGMENTS, np.uint64)
-        self._counts = np.zeros(_NUM_SEGMENTS, np.int64)
-        self._keys = np.zeros((_NUM_SEGMENTS, _BUCKET), np.uint64)
-        self._values = np.zeros((_NUM_SEGMENTS, _BUCKET), np.uint32)
+        self._num_keys = 0
+        self._num_buckets = _FIRST_BUCKETS
+        self._half = _FIRST_BUCKETS
+        """A power of two: the buckets when all had last been split."""
+        self._keys = np.zeros((_FIRST_BUCKETS, _BUCKET), np.uint64)
+        self._values = np.zeros((_FIRST_BUCKETS, _BUCKET), np.uint32)
+        self._num_walked = 0
+        """Buckets; 0: no walk is going on."""
+        self._moved: list[Keys] = []
+        """Keys that were moved out of buckets to which the walk has not come yet."""
 
     def __len__(self) -> int:
-        return int(self._counts.sum())
+        return self._num_keys
 
     @property
     def num_bytes(self) -> int:
         """Memory of the arrays."""
         return int(self._keys.nbytes + self._values.nbytes)
 
-    @property
-    def num_segments(self) -> int:
-        """What `segment` takes."""
-        return _NUM_SEGMENTS
-
     def find(self, keys: Keys) -> tuple[NDArray[np.bool_], Slots]:
         """Returns which keys are there, and the slots of those; other slots mean nothing."""
         mixed = keys * self._factor
-        segments = (mixed >> _SEGMENT_SHIFT).astype(np.int64)
-        is_found, slots = self._find_in(self._first_of(mixed, segments), keys)
+        is_found, slots = self._find_in(self._first_of(mixed), keys)
         rest = np.flatnonzero(~is_found)
         if len(rest):
-            others = self._second_of(mixed[rest], segments[rest])
-            is_found[rest], slots[rest] = self._find_in(others, keys[rest])
+            is_found[rest], slots[rest] = self._find_in(self._second_of(mixed[rest]), keys[rest])
         return is_found, slots
 
     def has(self, key: int) -> bool:
         """Says whether one key is there, as `find` does, in the time of a few of its steps."""
         mixed = key * int(self._factor) & _MASK
-        segment = mixed >> int(_SEGMENT_SHIFT)
-        num_buckets = self._num_buckets.item(segment)
-        other = (mixed ^ mixed >> 32) * int(_SECOND_FACTOR) & _MASK
-        for fraction in (mixed >> 16 & int(_LOW_32), other >> 32):
-            bucket = (fraction * num_buckets >> 32) * _NUM_SEGMENTS + segment
+        for hashed in (mixed, (mixed ^ mixed >> 32) * int(_SECOND_FACTOR) & _MASK):
+            bucket = hashed >> 32 & 2 * self._half - 1
+            if bucket >= self._num_buckets:
+                bucket -= self._half
             if key in self._keys[bucket].tolist():
                 return True
         return False
@@ -108,153 +101,128 @@ class GranuleTable:
 
     def delete(self, slots: Slots) -> None:
         """Removes keys that were found."""
-        self._keys.reshape(-1)[slots] = 0
-        segments = slots // _BUCKET % _NUM_SEGMENTS
-        self._counts -= np.bincount(segments, minlength=_NUM_SEGMENTS)
+        self._keys.reshape(-1)[slots] = _NO_KEY
+        self._num_keys -= len(slots)
 
     def insert(self, keys: Keys, values: Values) -> None:
         """Adds keys that are not there, each once."""
-        added = np.bincount(self._segments_of(keys), minlength=_NUM_SEGMENTS)
-        self._counts += added
-        fill = self._counts / (self._num_buckets * _BUCKET)
-        self._extend_ahead(self._num_buckets[fill > _EXTENDS_AT])
-        crowded = np.flatnonzero(fill > _SPREADS_AT)
-        if len(crowded):
-            # All segments get full at about the same time: the fullest ones come first.
-            crowded = crowded[np.argsort(-fill[crowded])]
-            is_due = np.cumsum(self._counts[crowded]) <= _SPREAD_PER_KEY * len(keys)
-            is_due |= fill[crowded] > _HARD_FILL
-            is_due[0] = True
-            self._grow(crowded[is_due])
+        self._num_keys += len(keys)
+        self._grow(int(np.ceil(self._num_keys / (_BUCKET * _FILL))))
         self._place(keys, values)
 
-    def segment(self, index: int) -> Slots:
-        """Returns the slots of all keys in a segment."""
-        buckets, places = np.nonzero(self._keys.reshape(-1, _NUM_SEGMENTS, _BUCKET)[:, index])
-        return (buckets * _NUM_SEGMENTS + index) * _BUCKET + places
+    def walk(self) -> tuple[Slots, bool]:
+        """Returns the slots of some keys, of others with each call, and whether these are the last.
 
-    def _segments_of(self, keys: Keys) -> Slots:
-        segments: Slots = ((keys * self._factor) >> _SEGMENT_SHIFT).astype(np.int64)
-        return segments
+        Between calls the table may change. What is there all the time comes once at least.
+        """
+        start, end = self._num_walked, min(self._num_walked + _WALK_BUCKETS, self._num_buckets)
+        is_found, behind = self.find(np.concatenate((*self._moved, _NO_KEYS)))
+        behind = np.unique(behind[is_found])
+        ahead = np.flatnonzero(self._keys[start:end]) + start * _BUCKET
+        # What is split off later comes from buckets that have been walked.
+        is_last = end == self._num_buckets
+        self._num_walked, self._moved = 0 if is_last else end, []
+        return np.concatenate((behind[behind < start * _BUCKET], ahead)), is_last
 
-    def _buckets_of(self, keys: Keys) -> tuple[Slots, Slots]:
-        mixed = keys * self._factor
-        segments = (mixed >> _SEGMENT_SHIFT).astype(np.int64)
-        return self._first_of(mixed, segments), self._second_of(mixed, segments)
+    def _first_of(self, mixed: Keys) -> Slots:
+        return self._bucket_of(mixed)
 
-    def _first_of(self, mixed: Keys, segments: Slots) -> Slots:
-        return self._bucket(mixed >> np.uint64(16) & _LOW_32, segments)
+    def _second_of(self, mixed: Keys) -> Slots:
+        return self._bucket_of((mixed ^ mixed >> _HALF) * _SECOND_FACTOR)
 
-    def _second_of(self, mixed: Keys, segments: Slots) -> Slots:
-        return self._bucket((mixed ^ mixed >> _HALF) * _SECOND_FACTOR >> _HALF, segments)
-
-    def _bucket(self, fractions: Keys, segments: Slots) -> Slots:
-        """Returns the buckets at so many 2**32-ths of their segments."""
-        buckets = (fractions * self._num_buckets.take(segments) >> _HALF).astype(np.int64)
-        buckets *= _NUM_SEGMENTS
-        buckets += segments
+    def _bucket_of(self, hashes: Keys) -> Slots:
+        buckets = (hashes >> _HALF & np.uint64(2 * self._half - 1)).view(np.int64)
+        buckets -= self._half * (buckets >= self._num_buckets)
         return buckets
 
     def _find_in(self, buckets: Slots, keys: Keys) -> tuple[NDArray[np.bool_], Slots]:
-        is_same = _as_words(self._keys.take(buckets, axis=0) == keys[:, None])
+        is_same = self._flags(buckets, keys[:, None])
         return is_same != 0, buckets * _BUCKET + _lowest(is_same)
 
+    def _flags(self, buckets: Slots, keys: Keys | np.uint64) -> NDArray[np.uint64]:
+        """Says which places of the buckets have a key, one byte for each place."""
+        is_same: NDArray[np.bool_] = self._keys.take(buckets, axis=0) == keys
+        return is_same.view("<u8")[:, 0]
+
     def _place(self, keys: Keys, values: Values) -> None:
-        """Writes keys that their segments have room for."""
         keys, values = self._place_free(keys, values)
         for turn in range(_MAX_KICKS):
             if not len(keys):
                 return
-            first, second = self._buckets_of(keys)
-            buckets = first if turn % 2 else second
+            mixed = keys * self._factor
+            buckets = self._first_of(mixed) if turn % 2 else self._second_of(mixed)
             slots = buckets * _BUCKET + (turn * 5 + np.arange(len(keys))) % _BUCKET
             taken, winners = np.unique(slots, return_index=True)
             flat_keys, flat_values = self._keys.reshape(-1), self._values.reshape(-1)
             evicted = flat_keys[taken], flat_values[taken]
+            if self._num_walked:
+                is_ahead = (taken >= self._num_walked * _BUCKET) & (evicted[0] != _NO_KEY)
+                self._moved.append(evicted[0][is_ahead])
             flat_keys[taken], flat_values[taken] = keys[winners], values[winners]
             keys = np.concatenate((np.delete(keys, winners), evicted[0]))
             values = np.concatenate((np.delete(values, winners), evicted[1]))
             # A bucket that was not full after all evicted nobody.
             keys, values = self._place_free(keys[keys != 0], values[keys != 0])
         if len(keys):
-            self._grow(np.unique(self._segments_of(keys)), must_grow=True)
+            self._grow(self._num_buckets + max(len(keys), self._num_buckets // _SPARE_SHARE))
             self._place(keys, values)
 
     def _place_free(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
-        """Writes keys where there is room, and returns those whose buckets are full."""
+        """Writes keys where there is room, and returns those that found none."""
+        mixed = keys * self._factor
+        first, second = self._first_of(mixed), self._second_of(mixed)
+        first_room = np.bitwise_count(self._flags(first, _NO_KEY))
+        second_room = np.bitwise_count(self._flags(second, _NO_KEY))
+        is_left = ~self._place_in(np.where(second_room > first_room, second, first), keys, values)
+        return keys[is_left], values[is_left]
+
+    def _place_in(self, buckets: Slots, keys: Keys, values: Values) -> NDArray[np.bool_]:
+        """Writes keys to buckets that have room; says which."""
         flat_keys, flat_values = self._keys.reshape(-1), self._values.reshape(-1)
-        first, second = self._buckets_of(keys)
+        is_placed = np.zeros(len(keys), np.bool_)
         pending = np.arange(len(keys))
-        stuck: list[Slots] = []
         while len(pending):
-            one, two = first[pending], second[pending]
-            free_one, free_two = (
-                _as_words(self._keys.take(each, axis=0) == 0) for each in (one, two)
-            )
-            prefers_two = np.bitwise_count(free_two) > np.bitwise_count(free_one)
-            free = np.where(prefers_two, free_two, free_one)
-            has_room = free != 0
-            if not has_room.all():
-                stuck.append(pending[~has_room])
-                pending, one, two = pending[has_room], one[has_room], two[has_room]
-                prefers_two, free = prefers_two[has_room], free[has_room]
-            slots = np.where(prefers_two, two, one) * _BUCKET
-            slots += _choose(free, keys[pending])
+            free = self._flags(buckets[pending], _NO_KEY)
+            pending, free = pending[free != 0], free[free != 0]
+            slots = buckets[pending] * _BUCKET + _choose(free, keys[pending])
             # Several may write one slot: the key that stands there afterwards has won it.
             flat_keys[slots] = keys[pending]
             has_won = flat_keys[slots] == keys[pending]
             flat_values[slots[has_won]] = values[pending[has_won]]
+            is_placed[pending[has_won]] = True
             pending = pending[~has_won]
-        left = np.concatenate(stuck) if stuck else pending
-        return keys[left], values[left]
+        return is_placed
 
-    def _grow(self, segments: Slots, *, must_grow: bool = False) -> None:
-        """Gives segments the buckets that there are for each, and more if they need more."""
-        needed = int(np.ceil(self._counts[segments].max() / (_BUCKET * _MAX_FILL)))
-        if must_grow:
-            needed = max(needed, int(self._num_buckets[segments].max()) + 1)
-        needed = max(needed, int(np.ceil(int(self._num_buckets[segments].min()) * _GROWTH)))
-        if needed > self._stride:
-            self._extend(needed)
-        at_once = max(1, _MAX_REHASH // (self._stride * _BUCKET))
-        for start in range(0, len(segments), at_once):
-            some = segments[start : start + at_once]
-            # Made anew for each turn: who places keys may extend the arrays.
-            keys = self._keys.reshape(-1, _NUM_SEGMENTS, _BUCKET)
-            values = self._values.reshape(-1, _NUM_SEGMENTS, _BUCKET)
-            num_buckets = int(self._num_buckets[some].max())
-            old_keys, old_values = keys[:num_buckets, some], values[:num_buckets, some]
-            keys[:num_buckets, some] = 0
-            self._num_buckets[some] = self._stride
-            is_used = old_keys != 0
-            spread_keys, spread_values = old_keys[is_used], old_values[is_used]
-            # In parts, so that the later ones see how full the buckets have become.
-            for part in range(_NUM_PARTS):
-                self._place(spread_keys[part::_NUM_PARTS], spread_values[part::_NUM_PARTS])
+    def _grow(self, num_buckets: int) -> None:
+        while self._num_buckets < num_buckets:
+            start = self._num_buckets - self._half
+            end = min(start + num_buckets - self._num_buckets, self._half)
+            self._split(start, end)
+            if end == self._half:
+                self._half *= 2
 
-    def _extend_ahead(self, num_buckets: Keys) -> None:
-        """Makes the arrays a piece longer if segments, which have so many buckets, need it soon."""
-        if not len(num_buckets):
-            return
-        wanted = int(np.ceil(int(num_buckets.max()) * _GROWTH))
-        if self._stride < wanted:
-            piece = _EXTENSION_BYTES // (_NUM_SEGMENTS * _BUCKET * (8 + 4))
-            self._extend(min(wanted, self._stride + max(piece, 1)))
+    def _split(self, start: int, end: int) -> None:
+        """Splits these buckets, which are the next ones in turn."""
+        self._num_buckets = self._half + end
+        self._extend()
+        keys, values = self._keys[start:end], self._values[start:end]
+        mixed = keys * self._factor
+        here = np.arange(start, end)[:, None]
+        # A key stands here by its first or its second hash; it may stay by either.
+        moves = (self._first_of(mixed) != here) & (self._second_of(mixed) != here)
+        self._keys[self._half + start : self._num_buckets] = keys * moves
+        self._values[self._half + start : self._num_buckets] = values
+        keys *= ~moves
 
-    def _extend(self, stride: int) -> None:
-        # In place: the allocator moves large arrays by their page tables, not by their bytes.
-        # Nothing else refers to them between calls.
-        self._keys.resize((stride * _NUM_SEGMENTS, _BUCKET), refcheck=False)
-        self._values.resize((stride * _NUM_SEGMENTS, _BUCKET), refcheck=False)
-        self._stride = stride
-
-
-_ONE = np.uint64(1)
-
-
-def _as_words(flags: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """Packs the eight flags of each row into the bytes of a word."""
-    return flags.view("<u8")[:, 0]
+    def _extend(self) -> None:
+        length = len(self._keys)
+        if self._num_buckets > length:
+            more = min(length // _SPARE_SHARE, _MAX_SPARE_BUCKETS)
+            length = max(self._num_buckets, length + more)
+            # In place: the allocator moves large arrays by their page tables, not by their bytes.
+            # Nothing else refers to them between calls.
+            self._keys.resize((length, _BUCKET), refcheck=False)
+            self._values.resize((length, _BUCKET), refcheck=False)
 
 
 def _choose(free: NDArray[np.uint64], keys: Keys) -> Slots:
@@ -267,7 +235,7 @@ def _choose(free: NDArray[np.uint64], keys: Keys) -> Slots:
     return start + _lowest(first & (~first + _ONE))
 
 
-def _lowest(words: NDArray[np.uint64]) -> Slots:
+def _lowest(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """Returns which flag is set in words with exactly one."""
-    places: Slots = (np.bitwise_count(words - _ONE) >> 3).astype(np.int64)
+    places: NDArray[np.uint8] = np.bitwise_count(words - _ONE) >> 3
     return places

@@ -19,10 +19,11 @@ Bits = NDArray[np.bool_]
 
 MAX_ROWS = 0xFFFF
 _NOBODY = 0xFFFF
-_KIND_SHIFT = 28
+_KIND_SHIFT = 30
 _SLOT_MASK = (1 << _KIND_SHIFT) - 1
 _LIST_SIZES = {1: 4, 2: 16}
 _MAP = 3
+_FIRST_MAP = np.uint32(_MAP << _KIND_SHIFT)
 _SHRINKS_AT = {2: 2, _MAP: 8}
 """So many members move to the kind before: half of what it holds, so that few go back and forth."""
 _FIRST_WORDS = 16
@@ -237,72 +238,85 @@ class HolderSets:
                 self._maps.items[slots, words] |= bits
         return _name(kind, slots)
 
-    def few_in(self, one: int) -> Slots | None:
-        """Returns the rows of a set of at most four; None: there are more, or may be."""
-        kind = one >> _KIND_SHIFT
-        if kind == 0:
-            return np.array([one])
-        if kind > 1:
-            return None
-        members: Slots = self._lists[kind].items[one & _SLOT_MASK].astype(np.int64)
-        few: Slots = members[members != _NOBODY]
-        return few
+    def count_leading_maps(self, sets: Sets) -> int:
+        """Returns how many sets come before the first one that is a list."""
+        is_list = sets < _FIRST_MAP
+        first = int(is_list.argmax())
+        return first if is_list[first] else len(sets)
 
-    def contain(self, sets: Sets, row: int) -> Bits:
-        """Says which of the sets have a row."""
-        kinds = sets >> _KIND_SHIFT
-        result: Bits = sets == row
-        for kind, slab in self._lists.items():
-            where = np.flatnonzero(kinds == kind)
-            if len(where):
-                members = slab.items.take((sets[where] & _SLOT_MASK).astype(np.int64), axis=0)
-                # Four flags are compared at once: an `any` over so short an axis takes longer.
-                words = (members == row).view(np.uint32)
-                result[where] = words[:, 0] != 0 if kind == 1 else words.any(axis=1)
-        where = np.flatnonzero(kinds == _MAP)
-        if len(where):
-            words = self._maps.items[:, row >> 6].take((sets[where] & _SLOT_MASK).astype(np.int64))
-            result[where] = words >> np.uint64(row & 63) & np.uint64(1)
-        return result
+    def rows_in(self, one: int) -> list[int]:
+        """Returns the rows of one set."""
+        kind, slot = one >> _KIND_SHIFT, one & _SLOT_MASK
+        if kind == 0:
+            return [one]
+        if kind == _MAP:
+            rows: list[int] = unpack_maps(self._maps.items[slot : slot + 1])[1].tolist()
+            return rows
+        return [row for row in self._lists[kind].items[slot].tolist() if row != _NOBODY]
 
     def maps_of(self, sets: Sets) -> NDArray[np.uint64]:
-        """Returns the sets as bit maps, [number, words]."""
-        is_map = sets >> _KIND_SHIFT == _MAP
-        maps: NDArray[np.uint64]
-        if is_map.any():
-            maps = self._maps.items.take((sets & _SLOT_MASK) * is_map, axis=0)
-        else:
-            maps = np.zeros((len(sets), self.num_words), np.uint64)
-        others = np.flatnonzero(~is_map)
-        if len(others):
-            maps[others] = 0
-            self._fill_maps(maps.reshape(-1), others * self.num_words, sets[others])
+        """Returns sets that are maps, [number, words]."""
+        maps: NDArray[np.uint64] = self._maps.items.take(sets & _SLOT_MASK, axis=0)
         return maps
 
-    def _fill_maps(self, flat: NDArray[np.uint64], starts: Slots, sets: Sets) -> None:
-        """Sets the bits of sets that are no maps, in the maps that begin at `starts`."""
+    def lists_of(self, sets: Sets) -> Rows:
+        """Returns the rows of each set in a line, padded with `MAX_ROWS`; maps have none."""
         kinds = sets >> _KIND_SHIFT
-        where = np.flatnonzero(kinds == 0)
-        words, bits = _bits_of(sets[where])
-        flat[starts[where] + words] = bits
-        for kind, slab in self._lists.items():
-            where = np.flatnonzero(kinds == kind)
+        kind = int(kinds.max())
+        if kind == 0:
+            return sets[:, None].astype(np.uint16)
+        if kind != _MAP and (kinds == kind).all():
+            return self._take_lists(kind, sets)
+        lines = np.full((len(sets), max(_LIST_SIZES.values())), _NOBODY, np.uint16)
+        lines[:, 0] = np.where(kinds == 0, sets, _NOBODY)
+        for each, size in _LIST_SIZES.items():
+            where = np.flatnonzero(kinds == each)
             if len(where):
-                members = slab.items.take(sets[where] & _SLOT_MASK, axis=0)
-                at = np.flatnonzero(members != _NOBODY)
-                words, bits = _bits_of(members.reshape(-1)[at])
-                # No bit comes twice, so that adding is joining; add.at is the quick one of the two.
-                np.add.at(flat, starts[where[at // _LIST_SIZES[kind]]] + words, bits)
+                lines[where, :size] = self._take_lists(each, sets[where])
+        return lines
+
+    def _take_lists(self, kind: int, sets: Sets) -> Rows:
+        lists: Rows = self._lists[kind].items.take(sets & _SLOT_MASK, axis=0)
+        return lists
+
+    def mark_maps(self, sets: Sets, rows: Rows) -> NDArray[np.uint16]:
+        """Says which of up to 16 rows each set has, a bit for each row, if the set is a map."""
+        marks = np.zeros(len(sets), np.uint16)
+        where = np.flatnonzero(sets >> _KIND_SHIFT == _MAP)
+        if len(where):
+            maps = self.maps_of(sets[where])
+            for number, row in enumerate(rows.tolist()):
+                flags = maps[:, row >> 6] >> np.uint64(row & 63) & np.uint64(1)
+                marks[where] |= flags.astype(np.uint16) << np.uint16(number)
+        return marks
 
 
-def unpack_maps(maps: NDArray[np.uint64]) -> tuple[Slots, Slots]:
-    """Returns, for each bit that is set, the index of its map and its row, in order."""
+def count_bits(maps: NDArray[np.uint64]) -> int:
+    """Returns how many bits are set."""
+    return int(np.bitwise_count(maps).sum())
+
+
+def unpack_maps(maps: NDArray[np.uint64], max_words: int | None = None) -> tuple[Slots, Slots]:
+    """Returns, for each bit that is set, the index of its map and its row, in order.
+
+    Of maps with more words that are not 0 than wanted, it returns nothing.
+    """
     flat = maps.reshape(-1)
     where = np.flatnonzero(flat != 0)
-    octets = flat[where].astype("<u8", copy=False).view(np.uint8)
-    bits = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
-    index, word = np.divmod(where[bits >> 6], maps.shape[1])
-    return index, word * 64 + (bits & 63)
+    if max_words is not None and len(where) > max_words:
+        return where[:0], where[:0]
+    words = flat[where]
+    below = words - np.uint64(1)
+    if (words & below).any():
+        octets = words.astype("<u8", copy=False).view(np.uint8)
+        bits = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
+        at = where[bits >> 6] * 64 + (bits & 63)
+    else:
+        # One bit in each.
+        at = where * 64 + np.bitwise_count(below)
+    # Not `divmod`, which takes thrice as long.
+    index = at // (64 * maps.shape[1])
+    return index, at - index * (64 * maps.shape[1])
 
 
 def _bits_of(rows: NDArray[np.uint16] | Sets) -> tuple[Slots, NDArray[np.uint64]]:

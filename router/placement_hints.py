@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Places, and how many leading granules of a prompt each has."""
+from router.holder_lengths import Lengths
 
 _MIN_TIDY = 1 << 12
+_KEYS_A_TURN = 1 << 13
+"""Of forgotten places, that end at once."""
+_NEVER_S = float("inf")
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class PlacementHints:
         """The oldest first."""
         self._lasting: deque[_Hint] = deque()
         """Those that do not age."""
+        self._forgotten: list[_Hint] = []
+        """Those of places that are gone."""
         self._num_pairs = 0
         self._num_queued = 0
         """Keys in both when they were last tidied, and what came since."""
@@ -66,15 +69,17 @@ class PlacementHints:
                 places[place] = hint
         self._num_pairs += num_new
         self._num_queued += len(hint.keys)
-        (self._lasting if until_s == float("inf") else self._aging).append(hint)
+        (self._lasting if until_s == _NEVER_S else self._aging).append(hint)
         self._tidy()
 
     def lengthen(self, keys: Sequence[int], told: Lengths) -> Lengths:
         """Returns how much of a prompt places have together with what they told themselves."""
         at = self._at
-        hinted = [number for number, key in enumerate(keys) if key in at] if at else []
-        if not hinted:
+        # Hints begin where what was told ends.
+        ends = {0, *told[1].tolist()} - {len(keys)} if at else ()
+        if at.keys().isdisjoint([keys[number] for number in ends]):
             return told
+        hinted = [number for number, key in enumerate(keys) if key in at]
         lengths: dict[int, int] = dict(zip(told[0].tolist(), told[1].tolist(), strict=True))
         for number in hinted:
             for place in at[keys[number]]:
@@ -98,12 +103,26 @@ class PlacementHints:
                     del at[key]
 
     def forget(self, place: int) -> None:
-        """Ends all hints at a place."""
+        """Ends all hints at a place, bit by bit with each `forget_some` that follows."""
         for queue in self._queues:
-            for hint in queue:
-                if hint.place == place:
-                    self.end([place] * len(hint.keys), hint.keys)
-                    hint.keys.clear()
+            left = [hint for hint in queue if hint.place != place]
+            if len(left) < len(queue):
+                self._forgotten += [hint for hint in queue if hint.place == place]
+                queue.clear()
+                queue.extend(left)
+
+    def forget_some(self) -> bool:
+        """Ends some hints at places that were forgotten; False: there are none."""
+        had_any = bool(self._forgotten)
+        room = _KEYS_A_TURN
+        while self._forgotten and room > 0:
+            hint = self._forgotten.pop()
+            ended, hint.keys = hint.keys[:room], hint.keys[room:]
+            room -= len(ended)
+            self.end([hint.place] * len(ended), ended)
+            if hint.keys:
+                self._forgotten.append(hint)
+        return had_any
 
     def drop(self, now_s: float) -> None:
         """Ends hints that are too old, or too many, the oldest first and their ends before all."""

@@ -18,16 +18,15 @@ from pdserve.cache.granule_hash import GRANULE_TOKENS, hash_granules
 from pdserve.request import WorkerId
 from pdserve.timeline import Clock
 from router.granule_table import GranuleTable, Keys
-from router.holder_sets import MAX_ROWS, Bits, HolderSets, Rows, unpack_maps
-from router.placement_hints import Lengths, PlacementHints
+from router.holder_lengths import NO_LENGTHS, LengthMeter, Lengths
+from router.holder_sets import MAX_ROWS, Bits, HolderSets, Rows
+from router.placement_hints import PlacementHints
 
 __all__ = ["GRANULE_TOKENS", "PrefixIndex", "hash_granules"]
 
 HINT_S = 30.0
 """A placed prompt that its worker has not cached by then is not going to be."""
-_KEYS_A_SWEEP = 1 << 14
 _NO_ROW = -1
-_NO_LENGTHS: Lengths = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 Matches = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Rows of workers, and how many leading granules each has."""
@@ -66,6 +65,7 @@ class PrefixIndex:
         self._hint_s = hint_s
         self._table = GranuleTable(seed)
         self._sets = HolderSets()
+        self._meter = LengthMeter(self._sets)
         self._num_pairs = 0
         self._rows: dict[WorkerId, int] = {}
         self._ids: dict[int, WorkerId] = {}
@@ -77,7 +77,6 @@ class PrefixIndex:
         self._retired: list[int] = []
         """Places that are swept in this pass."""
         self._retired_next: list[int] = []
-        self._next_segment = 0
         self._hints = PlacementHints(max_keys)
         self._told: tuple[Sequence[int], Lengths] | None = None
         """The last prompt that was looked up, while what workers told of it is the same."""
@@ -141,27 +140,9 @@ class PrefixIndex:
     def _measure(self, keys: Sequence[int]) -> Lengths:
         # Most prompts that are new to everybody are so from their first granule on.
         if not keys or not self._table.has(max(keys[0], 1)):
-            return _NO_LENGTHS
-        sets = self._find_leading(_as_keys(np.array(keys, np.uint64)))
-        places = self._sets.few_in(int(sets[0]))
-        if places is None:
-            return self._measure_many(sets)
-        return places, np.array([_count_leading(self._sets.contain(sets, p)) for p in places])
-
-    def _measure_many(self, sets: NDArray[np.uint32]) -> Lengths:
-        """Returns the places in the first set, and in how many sets from there on each is."""
-        # Neighbours mostly have the same holders.
-        ends = np.append(np.flatnonzero(sets[1:] != sets[:-1]) + 1, len(sets))
-        maps = self._sets.maps_of(sets[ends - 1])
-        changes = maps[1:] ^ maps[:-1]
-        if np.bitwise_or.reduce(changes & maps[1:], axis=None):
-            # Somebody holds what extends a prefix but not all of the prefix: rare.
-            np.bitwise_and.accumulate(maps.copy(), axis=0, out=maps)
-            changes = maps[1:] ^ maps[:-1]
-        run, places = unpack_maps(changes)
-        staying = unpack_maps(maps[-1:])[1]
-        lengths = np.concatenate((ends[run], np.full(len(staying), len(sets))))
-        return np.concatenate((places, staying)), lengths
+            return NO_LENGTHS
+        found = self._find_leading(_as_keys(np.fromiter(keys, np.uint64, len(keys))))
+        return self._meter.measure(found)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drops a worker, after its death or restart."""
@@ -194,7 +175,7 @@ class PrefixIndex:
         self._hints.drop(self._now_s())
         lives = [self._lives.get(each) for each in worker_ids]
         known = [i for i, life in enumerate(lives) if life is not None and life.is_watched]
-        if not known:
+        if not sum(len(keys[i]) for i in known):
             return
         places = [np.full(len(keys[i]), self._place_of(worker_ids[i]), np.uint16) for i in known]
         self._take_events(
@@ -205,17 +186,16 @@ class PrefixIndex:
         self.sweep()
 
     def sweep(self) -> bool:
-        """Takes entries of workers that left out of a part of the table; False: there are none."""
+        """Takes out some entries of workers that left; False: there are none."""
+        if self._hints.forget_some():
+            return True
         if not self._retired:
             self._retired, self._retired_next = self._retired_next, []
         if not self._retired:
             return False
-        num_swept = 0
-        while num_swept < _KEYS_A_SWEEP and self._next_segment < self._table.num_segments:
-            num_swept += self._sweep_segment(self._next_segment)
-            self._next_segment += 1
-        if self._next_segment == self._table.num_segments:
-            self._next_segment = 0
+        slots, is_last = self._table.walk()
+        self._sweep_slots(slots)
+        if is_last:
             self._free_places += self._retired
             self._retired = []
         return True
@@ -291,23 +271,15 @@ class PrefixIndex:
             self._table.delete(slots[left.is_empty])
             self._num_pairs -= int(left.num_removed.sum())
 
-    def _sweep_segment(self, segment: int) -> int:
-        slots = self._table.segment(segment)
-        if not len(slots):
-            return 0
+    def _sweep_slots(self, slots: NDArray[np.int64]) -> None:
         sets = self._table.values_at(slots)
         left = self._sets.remove_all(sets, np.array(self._retired, np.uint16))
         self._table.set_values(slots, left.sets)
         self._table.delete(slots[left.is_empty])
         self._num_pairs -= int(left.num_removed.sum())
-        return len(slots)
 
     def _now_s(self) -> float:
         return 0.0 if self._clock is None else self._clock.now()
-
-
-def _count_leading(flags: Bits) -> int:
-    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _as_keys(keys: Keys) -> Keys:

@@ -1,11 +1,24 @@
 """A front that follows its workers' caches over gRPC: breaks, gaps, deaths, restarts."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from pdserve.cache.cache_events import CacheEventLog
+from pdserve.cache.cached_granules import GranuleChange
 from pdserve.cache.granule_hash import hash_granules
-from pdserve.request import Role
+from pdserve.face.cache_streams import encode_piece
+from pdserve.request import FrontId, Incarnation, Role, WorkerId
+from pdserve.rpc.v1 import worker_pb2
+from router.cache_watch import CacheWatch
+from router.event_queue import MAX_BATCH, EventQueue
+from router.policy import WorkerKey
+from router.prefix_index import PrefixIndex
+from router.worker_pool import WorkerPool
 from tests.support.fake_worker import FakeWorker, Script
 from tests.support.router_harness import (
     Cluster,
@@ -129,3 +142,72 @@ async def test_C12_requests_are_served_while_the_events_of_all_workers_fail(clus
         result = await generate(cluster, request_for(LONG_PROMPT))
         assert result.error is None
     await eventually(lambda: len(worker.cache_requests) > 1)
+
+
+class Told:
+    """What one worker tells in one stream: its snapshot, then nothing any more."""
+
+    def __init__(self, batches: list[worker_pb2.CacheBatch]) -> None:
+        self._batches = batches
+
+    async def __aiter__(self) -> AsyncIterator[worker_pb2.CacheBatch]:
+        for batch in self._batches:
+            yield batch
+        await asyncio.Event().wait()
+
+    def cancel(self) -> None: ...
+
+
+@dataclass
+class Link:
+    """A worker that has cached some granules before the router came."""
+
+    key: WorkerKey
+    num_keys: int
+    is_alive: bool = True
+    is_lost: bool = False
+
+    def watch_cache(self, request: worker_pb2.WatchCacheRequest) -> Told:
+        log = CacheEventLog()
+        first = (1 << 20) * (1 + int(self.key.worker_id))
+        log.append([GranuleChange(key, False) for key in range(first, first + self.num_keys)])
+        return Told([encode_piece(self.key.incarnation, piece) for piece in log.snapshot()])
+
+
+class Pool:
+    def __init__(self, links: list[Link]) -> None:
+        self._links = links
+
+    def links(self) -> list[Link]:
+        return self._links
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+
+async def test_many_workers_that_tell_all_they_have_fill_the_queue_to_its_limit_and_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    num_workers, num_keys = 60, 9000
+    links = [
+        Link(WorkerKey(WorkerId(str(n)), Incarnation(1)), num_keys) for n in range(num_workers)
+    ]
+    index = PrefixIndex()
+    watch = CacheWatch(cast(WorkerPool, Pool(links)), index, FrontId("f"))
+    waiting, taken = [], []
+    flush = EventQueue.flush
+
+    def count(queue: EventQueue) -> None:
+        waiting.append(queue.num_waiting)
+        flush(queue)
+        taken.append(waiting[-1] - queue.num_waiting)
+
+    monkeypatch.setattr(EventQueue, "flush", count)
+    task = asyncio.create_task(watch.run())
+    await eventually(lambda: len(index) == num_workers * num_keys, timeout_s=20.0)
+    task.cancel()
+    await asyncio.wait([task])
+    # A message may come on top, and that it is a whole one is the sender's choice.
+    assert max(waiting) <= (1 << 16) + 4096
+    assert max(taken) <= MAX_BATCH
+    assert watch.num_fed == num_workers

@@ -1,8 +1,13 @@
 """Hints of placements: what they add to what workers told, and when they end."""
 
-import numpy as np
+from itertools import pairwise
 
-from router.placement_hints import Lengths, PlacementHints
+import numpy as np
+import pytest
+
+from router import placement_hints
+from router.holder_lengths import Lengths
+from router.placement_hints import PlacementHints
 
 NOTHING: Lengths = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 FOREVER = float("inf")
@@ -57,6 +62,8 @@ def test_a_place_that_is_forgotten_has_no_hint_left_and_others_keep_theirs():
     hints.add(1, [1, 3], FOREVER)
     hints.add(2, [1], 10.0)
     hints.forget(1)
+    while hints.forget_some():
+        pass
     assert (len(hints), _lengths(hints, [1, 2])) == (1, {2: 1})
     hints.add(1, [1], FOREVER)
     assert _lengths(hints, [1]) == {1: 1, 2: 1}
@@ -67,3 +74,27 @@ def test_hints_without_an_age_stay():
     hints.add(1, [1], FOREVER)
     hints.drop(1e9)
     assert _lengths(hints, [1]) == {1: 1}
+
+
+def test_no_turn_of_forgetting_a_place_ends_more_than_so_many_hints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement_hints, "_KEYS_A_TURN", 50)
+    hints = PlacementHints(10_000)
+    for number in range(20):
+        hints.add(1, range(100 * number, 100 * number + 70), FOREVER)
+        hints.add(2, range(100 * number, 100 * number + 10), 10.0)
+    hints.forget(1)
+    counts = [len(hints)]
+    while hints.forget_some():
+        counts.append(len(hints))
+    assert (counts[0], counts[-1]) == (20 * 80, 20 * 10)
+    assert max(before - after for before, after in pairwise(counts)) <= 50
+
+
+def test_a_prompt_that_no_hint_goes_on_with_is_answered_by_what_was_told_itself():
+    hints = PlacementHints(100)
+    hints.add(4, [8], 10.0)
+    told = np.array([4, 5]), np.array([1, 3])
+    assert hints.lengthen([7, 6, 8, 9], told) is told
+    assert _lengths(hints, [7, 8, 6, 9], told) == {4: 2, 5: 3}

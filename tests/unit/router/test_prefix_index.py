@@ -1,5 +1,7 @@
 """The index against plain sets, and what placements alone tell it."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from pdserve.face.cache_streams import encode_piece
 from pdserve.request import Incarnation, WorkerId
 from pdserve.rpc.v1 import worker_pb2
 from pdserve.timeline import ManualClock
+from router import granule_table
 from router.cache_feed import CacheFeed, Taken
 from router.event_queue import EventQueue
 from router.prefix_index import HINT_S, PrefixIndex
@@ -184,6 +187,73 @@ def test_a_place_is_used_again_once_it_is_swept():
             pass
     assert index._num_places <= 3
     assert len(index) == 2
+
+
+def test_a_worker_that_left_is_swept_out_while_others_push_its_entries_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(granule_table, "_FILL", 0.9)
+    monkeypatch.setattr(granule_table, "_WALK_BUCKETS", 64)
+    index = PrefixIndex()
+    for worker_id in (A, B, C):
+        index.begin_snapshot(worker_id)
+    keys = np.unique(np.random.default_rng(1).integers(2, 1 << 63, 40_000, np.uint64))
+    np.random.default_rng(2).shuffle(keys)
+    old, new = keys[:20_000], keys[20_000:].tolist()
+    _tell(index, A, *old.tolist())
+    _tell(index, B, *old[::2].tolist())
+    index.forget(A)
+    num_turns = 0
+    while index.sweep():
+        _tell(index, C, *new[num_turns * 40 : num_turns * 40 + 40])
+        num_turns += 1
+    num_new = min(num_turns * 40, len(new))
+    assert len(index) == 10_000 + num_new
+    # Its place goes to the next one, who has nothing yet.
+    place = index._num_places
+    index.begin_snapshot(A)
+    assert index._num_places == place
+    assert index.match([int(old[1])]) == {}
+
+
+def test_no_turn_takes_more_than_a_part_of_what_a_worker_had_when_it_left():
+    index = PrefixIndex()
+    for worker_id in (A, B):
+        index.begin_snapshot(worker_id)
+    keys = np.random.default_rng(1).integers(2, 1 << 63, 300_000, np.uint64)
+    for part in np.array_split(keys, 50):
+        index.apply([A, B], [part, part[:10]], [np.zeros(len(part), np.bool_)] * 2)
+    index.forget(A)
+    counts = [len(index)]
+    while index.sweep():
+        counts.append(len(index))
+    assert (counts[0], counts[-1]) == (300_500, 500)
+    assert max(before - after for before, after in pairwise(counts)) <= 1 << 15
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lengths_are_right_whatever_sets_follow_one_another(seed: int):
+    """Sets of all sizes, closed under prefixes and not."""
+    random = np.random.default_rng(seed)
+    index = PrefixIndex(seed=seed)
+    keys = np.arange(1, 61, dtype=np.uint64)
+    held: dict[WorkerId, set[int]] = {}
+    num_workers = int(random.choice([3, 16, 40, 150]))
+    ends = random.integers(1, 61, num_workers)
+    for number, end in enumerate(np.sort(ends) if seed % 2 else ends):
+        has = keys[:end]
+        if seed % 3 == 0:
+            has = has[random.random(len(has)) < 0.8]
+        if seed % 3 == 1:
+            # A hole in the sets of most, so that lists stand between maps.
+            has = np.delete(has, [7]) if number > 2 and len(has) > 7 else has
+        worker_id = WorkerId(f"w{number}")
+        index.begin_snapshot(worker_id)
+        _tell(index, worker_id, *has.tolist())
+        held[worker_id] = set(has.tolist())
+    for first in (1, 2, 8, 9, 40):
+        query = list(range(first, 62))
+        assert index.match(query) == _expected(held, query)
 
 
 class World:
