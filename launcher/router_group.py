@@ -24,12 +24,13 @@ from launcher.place import LocalPlace
 from launcher.redis_server import free_port
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import HIDDEN_FIELDS, Ports, environment_of, role_command
-from launcher.supervision import LeaseWatch
+from launcher.supervision import STOOD_STILL_S, LeaseWatch
 from pdserve.config.load import to_argv
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.line_output import write_line
 from pdserve.rpc.server import bind_shared_port
+from pdserve.timeline import PauseWatch
 from router.brain.pulse import feel_pulse
 
 POLL_S = 0.05
@@ -74,6 +75,7 @@ class RouterGroup:
         self.num_signals = 0
         """A handler counts them."""
         self._next_pulse_s = 0.0
+        self._own_pause = PauseWatch(STOOD_STILL_S, time.monotonic())
         shared = replace(
             config,
             fronts=1,
@@ -150,6 +152,7 @@ class RouterGroup:
     def _watch(self) -> None:
         while not self.num_signals:
             now_s = time.monotonic()
+            self._forgive(now_s)
             self._feel_pulse(now_s)
             for child in self._children():
                 child.revive(now_s)
@@ -161,6 +164,9 @@ class RouterGroup:
         self._next_pulse_s = now_s + PULSE_S
         fronts = feel_pulse(self._socket, PULSE_S)
         now_s = time.monotonic()
+        if self._forgive(now_s):
+            # The time to answer ran out while nobody could.
+            return
         if self.brain.watch is not None:
             self.brain.watch.observe(now_s, is_registered=fronts is not None)
         for number, front in enumerate(self.fronts):
@@ -168,6 +174,14 @@ class RouterGroup:
                 front.watch.observe_outage(now_s)
             elif front.watch is not None and fronts is not None:
                 front.watch.observe(now_s, is_registered=number in fronts)
+
+    def _forgive(self, now_s: float) -> bool:
+        """Forgets all silence of children if this process stood still itself; says if it did."""
+        stood_still = self._own_pause.look(now_s)
+        for child in self._children():
+            if stood_still and child.watch is not None:
+                child.watch.observe_outage(now_s)
+        return stood_still
 
     def _drain(self) -> None:
         for front in self.fronts:

@@ -8,7 +8,7 @@ import pytest
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.request import FrontId, Role
 from pdserve.rpc.v1 import worker_pb2
-from pdserve.timeline import ManualClock
+from pdserve.timeline import ManualClock, PauseWatch
 from router.fleet import Fleet
 from router.load_book import LoadBook
 from router.policy import WorkerKey
@@ -66,23 +66,25 @@ async def scene() -> AsyncIterator[Scene]:
 async def test_a_worker_that_says_nothing_is_lost_after_the_limit(scene):
     worker = await scene.add()
     worker.is_frozen = True
+    own_pause = PauseWatch(5.0, scene.clock.now())
     scene.clock.advance(3.0)
-    scene.pool.drop_silent(0.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == []
     scene.clock.advance(0.1)
-    scene.pool.drop_silent(0.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == ["silent for 3.1 s"]
     assert scene.pool.views() == []
 
 
 async def test_C19_a_router_that_stood_still_blames_no_worker(scene):
     await scene.add()
+    own_pause = PauseWatch(1.5, scene.clock.now())
     scene.clock.advance(30.0)
-    scene.pool.drop_silent(30.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == []
     heard = scene.listener.num_batches
     await eventually(lambda: scene.listener.num_batches > heard)
-    scene.pool.drop_silent(0.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == []
 
 
