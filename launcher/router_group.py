@@ -25,13 +25,14 @@ from launcher.redis_server import free_port
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import HIDDEN_FIELDS, Ports, environment_of, role_command
 from launcher.supervision import STOOD_STILL_S, LeaseWatch
-from pdserve.config.load import to_argv
+from pdserve.config.load import tell_by_flags, to_argv
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.line_output import write_line
 from pdserve.rpc.server import bind_shared_port
 from pdserve.timeline import PauseWatch
 from router.brain.pulse import feel_pulse
+from router.run_settings import EXIT_CONFIG
 
 POLL_S = 0.05
 PULSE_S = 0.5
@@ -233,21 +234,24 @@ def run_group(config: RouterConfig) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, on_signal)
             group.run()
-        except (ConfigError, InternalError) as error:
+        except ConfigError as error:
+            write_line(sys.stderr, f"error: {tell_by_flags(error, RouterConfig)}")
+            return EXIT_CONFIG
+        except InternalError as error:
             write_line(sys.stderr, f"error: {error}")
-            return 2 if isinstance(error, ConfigError) else 1
+            return 1
     return 0
 
 
 def _hold_ports(config: RouterConfig, stack: ExitStack) -> Ports:
     """Finds the ports that are to be free ones, and keeps others off those that are shared."""
 
-    def hold(port: int) -> int:
-        holder = stack.enter_context(bind_shared_port(config.host, port))
+    def hold(port: int, setting: str) -> int:
+        holder = stack.enter_context(bind_shared_port(config.host, port, setting))
         return int(holder.getsockname()[1])
 
     return Ports(
-        grpc=hold(config.port),
-        http=config.http_port if config.no_http else hold(config.http_port),
+        grpc=hold(config.port, "port"),
+        http=config.http_port if config.no_http else hold(config.http_port, "http_port"),
         metrics=config.metrics_port or free_port(config.host),
     )

@@ -130,9 +130,11 @@ class Supervisor:
         config = self._config
         if self._gpus is not None:
             self._gpus.check(config)
-        check_port_is_free(resolve_host(config.host), self._ports.grpc)
+        address = resolve_host(config.host)
+        check_port_is_free(address, self._ports.grpc)
+        check_port_is_free(address, self._ports.metrics, "metrics_port")
         if not config.no_http:
-            check_port_is_free(resolve_host(config.host), self._ports.http)
+            check_port_is_free(address, self._ports.http, "http_port")
         with self._phase("model"):
             folder = resolve_model(
                 config.engine.model,

@@ -20,6 +20,8 @@ PdserveError
   ConfigError           a flag, file or model folder the user can mend (exits 2, never a status)
 """
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 
@@ -176,3 +178,22 @@ class ConfigError(PdserveError):
 
     grpc_code = 3
     reason = "CONFIG"
+
+    def __init__(self, message: str, *, settings: Sequence[str] = ()) -> None:
+        """Takes the text.
+
+        Args:
+            message: the whole of it.
+            settings: words of it that are fields of a configuration: who typed a flag knows it by
+                that (`renamed`).
+        """
+        super().__init__(message)
+        self.settings = tuple(settings)
+
+    def renamed(self, names: Mapping[str, str]) -> "ConfigError":
+        """Returns this error with other names for its settings, each where it stands first."""
+        text = str(self)
+        for setting in self.settings:
+            name = names.get(setting, setting)
+            text = re.sub(rf"(?<![\w-]){re.escape(setting)}(?!\w)", lambda _: name, text, count=1)  # noqa: B023
+        return ConfigError(text, settings=[names.get(one, one) for one in self.settings])

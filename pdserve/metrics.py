@@ -62,7 +62,7 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> MetricsS
 def serve_exposition(exposition: Exposes, host: str, port: int) -> MetricsServer:
     """Serves whatever writes series, each scrape on a thread of its own; raises as above."""
     address = resolve_host(host)
-    check_port_is_free(address, port)
+    check_port_is_free(address, port, "metrics_port")
     try:
         server = _server_at(address)((address, port), _handler_of(exposition))
     except OSError as error:

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from pdserve.chat_template import ChatTemplate
-from pdserve.config.load import name_flag
+from pdserve.config.load import tell_by_flags
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, NoWorker
 from pdserve.exposition import TextExposition
@@ -334,6 +334,6 @@ def run(config: RouterConfig) -> int:
     try:
         uvloop.run(serve(config))
     except ConfigError as error:
-        sys.stderr.write(f"error: {name_flag(str(error), RouterConfig)}\n")
+        sys.stderr.write(f"error: {tell_by_flags(error, RouterConfig)}\n")
         return EXIT_CONFIG
     return 0

@@ -24,6 +24,7 @@ from pdserve.config.cluster import ClusterConfig
 from pdserve.config.load import read_runtime_folder
 from pdserve.request import Role
 from pdserve.rpc.stage_handshake import check_token
+from router.slo import parse_slo_classes
 
 
 @with_options
@@ -45,6 +46,8 @@ def serve(
     is_local = place.launcher == "local"
     settings = pools.settings(may_flip=is_local and ranks.is_one_each)
     config = _make_config(settings, listeners, membership, engine, ranks, handoff, clients, life)
+    # What only the router reads is told before anything starts.
+    parse_slo_classes(config.slo_classes)
     config, where = _choose_place(config, place)
     launched = LocalCluster(config, cluster=membership.cluster, report=write_line, place=where)
     scaled = autoscale_launched(

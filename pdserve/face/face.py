@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.config.load import name_flag
+from pdserve.config.load import tell_by_flags
 from pdserve.config.shape import ITEM_BYTES
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, PdserveError
@@ -392,6 +392,6 @@ def _say(config: WorkerConfig, text: str) -> None:
 
 def report_config_error(error: ConfigError) -> int:
     """Prints one clear line and returns the exit status of a mistake the user can mend."""
-    text = name_flag(str(error), WorkerConfig)
+    text = tell_by_flags(error, WorkerConfig)
     print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for people
     return 2
