@@ -32,7 +32,7 @@ from pdserve.line_output import write_line
 from pdserve.rpc.server import bind_shared_port
 from pdserve.timeline import PauseWatch
 from router.brain.pulse import feel_pulse
-from router.run_settings import EXIT_CONFIG
+from router.run_settings import EXIT_CONFIG, front_name
 
 POLL_S = 0.05
 PULSE_S = 0.5
@@ -106,7 +106,7 @@ class RouterGroup:
         secretless = replace(shared, api_keys=(), api_keys_file=None, cluster_secret=None)
         self.brain = child("brain", "brain", secretless)
         self.fronts = tuple(
-            child(f"front-{number}", "router", replace(shared, front_number=number))
+            child(front_name(number), "router", replace(shared, front_number=number))
             for number in range(config.fronts)
         )
 
@@ -129,7 +129,7 @@ class RouterGroup:
 
     def where(self) -> str:
         """Says where the router listens; once it is ready."""
-        return f"{self._ready['front-0']}, {self._ready['brain']}"
+        return f"{self._ready[front_name(0)]}, {self._ready['brain']}"
 
     def _await_ready(self) -> bool:
         deadline_s = time.monotonic() + START_TIMEOUT_S

@@ -31,12 +31,13 @@ class RouterConfig:
     local_prefill_tokens: int = 0
     """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
     max_queued: int = 1024
-    """Requests waiting for a place; one more is refused with RESOURCE_EXHAUSTED."""
+    """Requests waiting for a place, of all fronts; one more is refused with RESOURCE_EXHAUSTED."""
     profiles: tuple[str, ...] = ()
     """Profile files that the predictor starts from; without any it learns from what it sees."""
     slo_classes: tuple[str, ...] = ()
     """`NAME=ttft_s:S,tpot_s:S,priority:N`: what requests of a class want."""
     max_in_flight: int = 4096
+    """Likewise of requests that have not ended."""
     max_request_bytes: int = 16 * 1024 * 1024
     max_client_buffer_bytes: int = 256 * 1024
     """Buffered for a client that does not read; past it the request is cancelled alone."""
