@@ -97,7 +97,7 @@ def processes_table(processes: Iterable[inference_pb2.RouterProcess]) -> Table:
         )
         for process in processes
     ]
-    return make_table(("router", "state", "pid", "up", "in flight", "queued"), rows, num_names=2)
+    return make_table(("router", "state", "pid", "up", "in-flight", "queued"), rows, num_names=2)
 
 
 def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
