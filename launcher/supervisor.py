@@ -315,8 +315,7 @@ class Supervisor:
         except RegistryUnavailable:
             found = None
         now_s = time.monotonic()
-        stood_still = self._own_pause.look(now_s)
-        if found is None or stood_still:
+        if self._own_pause.look(now_s) or found is None:
             for watch in watches.values():
                 if watch is not None:
                     watch.observe_outage(now_s)

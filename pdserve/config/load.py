@@ -24,6 +24,8 @@ from pdserve.errors import ConfigError
 
 T = TypeVar("T")
 
+NCCL_FILES = (Path("~/.nccl.conf"), Path("/etc/nccl.conf"))
+"""Where NCCL reads settings beside its environment."""
 ENVIRONMENT_PREFIX = "PDSERVE_"
 PAIRS_FLAG = "pairs_flag"
 """In a field's metadata: see Setting."""
@@ -271,6 +273,26 @@ def parse_size(text: str) -> int:
 def read_visible_gpus() -> str | None:
     """Returns CUDA_VISIBLE_DEVICES of this process; None where it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def names_nccl_interface() -> bool:
+    """Says whether this node's user or administrator chose NCCL's network interface or family.
+
+    In the environment, or in a file that NCCL reads, which the environment would overrule.
+    """
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID")
+    if any(os.environ.get(name) for name in names):
+        return True
+    own = os.environ.get("NCCL_CONF_FILE")
+    files = NCCL_FILES if own is None else (Path(own), *NCCL_FILES)
+    for path in files:
+        try:
+            lines = path.expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        if any(line.strip().startswith(names) for line in lines):
+            return True
+    return False
 
 
 def read_runtime_folder() -> str | None:

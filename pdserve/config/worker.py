@@ -47,7 +47,7 @@ class HandoffConfig:
     hold_s: float = 20.0
     """How long computed KV waits on prefill for a decode worker."""
     call_timeout_s: float = 5.0
-    """Deadline of one control call."""
+    """Deadline of one control call: Reserve, Commit, Abort, Renew."""
     frame_timeout_s: float = 10.0
     """Deadline of one frame's transfer; a link that misses it is dead for good."""
     connect_timeout_s: float = 5.0
