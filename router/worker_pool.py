@@ -226,6 +226,9 @@ class WorkerPool:
         """Hands a message on."""
         assert self._listener is not None
         self._fleet.hear(worker, self._clock.now())
+        link = self._links.get(worker)
+        if link is not None:
+            self._learn(link.record, batch.past_samples)
         if batch.HasField("load"):
             self._take_load(worker, batch.load)
         self._listener.on_batch(worker, batch)
@@ -259,6 +262,10 @@ class WorkerPool:
         assert self._listener is not None
         return self._listener.resumes_for(worker)
 
+    def _learn(self, record: WorkerRecord, samples: Iterable[types_pb2.StepSample]) -> None:
+        if self._predictor is not None:
+            observe_samples(self._predictor, record.worker_class, record.incarnation, samples)
+
     def _take_load(self, worker: WorkerKey, load: types_pb2.WorkerLoad) -> None:
         link = self._links.get(worker)
         # A stream that was opened anew repeats the last report.
@@ -266,8 +273,7 @@ class WorkerPool:
             return
         link.last_report = load.report
         record = link.record
-        if self._predictor is not None:
-            observe_samples(self._predictor, record.worker_class, record.incarnation, load.samples)
+        self._learn(record, load.samples)
         is_prefill = link.record.role is Role.PREFILL
         report = Report(
             num_queued=load.num_waiting + (load.num_running if is_prefill else 0),
@@ -321,6 +327,7 @@ class WorkerPool:
             self,
             self._clock,
             max_message_bytes=self._max_message_bytes,
+            learns=self._predictor is not None,
         )
         self._links[link.key] = link
         self._fleet.join(_member_of(record))

@@ -277,6 +277,7 @@ class Face:
         self._monitor.observe(heartbeat.progress, heartbeat.predicted_step_s)
         self._collector.observe(heartbeat)
         self._collector.num_refused = 0 if self._ranks is None else self._ranks.num_refused
+        self._streams.remember(self._info.load.samples)
         self._info.load.CopyFrom(heartbeat.load)
         self._info.ledger.CopyFrom(heartbeat.ledger)
         self._info.ClearField("links")
