@@ -22,7 +22,7 @@ PdserveError
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class PdserveError(Exception):
@@ -47,6 +47,13 @@ class InvalidField(PdserveError):
         super().__init__(f"{field} must be {limit}, got {shown}")
         self.field = field
         self.limit = limit
+
+    def renamed(self, field: str) -> Self:
+        """Returns this error with its field under the name that the caller used."""
+        renamed = type(self)(field, None, self.limit)
+        # The value is in the text alone.
+        renamed.args = (str(self).replace(self.field, field, 1),)
+        return renamed
 
 
 class TooLong(InvalidField):

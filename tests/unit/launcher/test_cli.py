@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import run_command
-from launcher.commands.generate import parse_ids, read_chat, set_prompt
+from launcher.commands.generate import flag_of, parse_ids, read_chat, set_prompt
 from launcher.local_pool import LocalCluster
 from launcher.redis_server import free_port
 from launcher.run_cluster import run_until_signal
 from pdserve.config.cluster import ClusterConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, TooLong
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.version import VERSION
 
@@ -284,3 +284,23 @@ def test_a_token_for_spread_stages_is_made_up_where_ray_starts_them(
     assert all(token is not None and len(token) >= 16 for token in tokens)
     assert tokens[2] == "a token that somebody chose"
     assert all(config.spread_stages for config in seen)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("sampling.max_tokens", "--max-tokens"),
+        ("sampling.stop[0]", "--stop"),
+        ("sampling.stop_token_ids", "--stop-token-id"),
+        ("request_id", "--request-id"),
+        ("text", "PROMPT"),
+        ("token_ids", "--prompt-ids"),
+        ("chat.messages[2].role", "--messages [2].role"),
+        ("chat", "--messages"),
+    ],
+)
+def test_what_the_router_refuses_is_told_by_the_flag_it_came_from(field: str, flag: str) -> None:
+    error = TooLong(field, 9, "at most 5")
+    told = error.renamed(flag_of(field))
+    assert str(told) == f"{flag} must be at most 5, got 9"
+    assert (type(told), told.field, told.limit) == (TooLong, flag, "at most 5")
