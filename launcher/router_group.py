@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from launcher.held_ports import HeldPorts
 from launcher.place import LocalPlace
-from launcher.redis_server import free_port
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import HIDDEN_FIELDS, Ports, environment_of, role_command
 from launcher.supervision import STOOD_STILL_S, LeaseWatch
@@ -253,5 +253,5 @@ def _hold_ports(config: RouterConfig, stack: ExitStack) -> Ports:
     return Ports(
         grpc=hold(config.port, "port"),
         http=config.http_port if config.no_http else hold(config.http_port, "http_port"),
-        metrics=config.metrics_port or free_port(config.host),
+        metrics=stack.enter_context(HeldPorts(config.host)).take(config.metrics_port),
     )
