@@ -95,6 +95,7 @@ class Controller:
         """Of the policy, its predictor and its settings."""
         self._num_flips = 0
         """By somebody's order."""
+        self._has_figures = False
 
     @property
     def settings(self) -> ScalingSettings:
@@ -103,9 +104,9 @@ class Controller:
 
     @property
     def numbers(self) -> Numbers:
-        """What is known of each pool."""
+        """What is known of each pool; of none while no router has answered."""
         with self._lock:
-            return self._policy.numbers
+            return self._policy.numbers if self._has_figures else {}
 
     def history(self) -> tuple[tuple[float, Decision], ...]:
         """Returns the last decisions, oldest first, each with its age in seconds."""
@@ -156,6 +157,10 @@ class Controller:
         lines = []
         with self._lock:
             for role in POOLS:
+                if not self._has_figures:
+                    bounds = settings.range_of(role)
+                    lines.append(f"{role}: no figures yet, then {bounds.least}..{bounds.most}")
+                    continue
                 active = self._policy.numbers[role].num_active
                 size = settings.range_of(role).clamp(active)
                 if size > active:
@@ -169,12 +174,13 @@ class Controller:
 
     def run(self, stopped: threading.Event) -> None:
         """Decides once a second until it is told to stop."""
-        while not stopped.wait(TICK_S):
+        while not stopped.is_set():
             try:
                 self.tick()
             except Exception:
                 # A cluster without its autoscaler is worse than a round that was lost.
                 logger.exception("a round of scaling failed")
+            stopped.wait(TICK_S)
 
     def tick(self) -> tuple[Decision, ...]:
         """Looks, decides, orders."""
@@ -186,6 +192,7 @@ class Controller:
                 return ()
             self._feed.take(reading.workers)
             decisions = self._policy.decide(self._clock.now(), reading)
+            self._has_figures |= reading.traffic is not None
         for decision in decisions:
             line = decision.describe()
             logger.info("scaling", extra={"decision": line})

@@ -150,17 +150,22 @@ class ScalingSettings:
                 "rate_window_s": self.rate_window_s,
             }[name]
             if not value > 0:
-                raise ConfigError(f"{name} must be above 0, got {value:g}")
+                raise ConfigError(f"{name} must be above 0, got {value:g}", settings=(name,))
         for name, value in (
             ("tail", self.tail),
             ("utilization", self.utilization),
             ("kv_share", self.kv_share),
         ):
             if not 0 < value < 1:
-                raise ConfigError(f"{name} must be between 0 and 1, got {value:g}")
+                raise ConfigError(
+                    f"{name} must be between 0 and 1, got {value:g}", settings=(name,)
+                )
         least = self.prefill.least + self.decode.least
         if self.most_in_all is not None and self.most_in_all < least:
-            raise ConfigError(f"most_in_all must be at least {least}, got {self.most_in_all}")
+            raise ConfigError(
+                f"most_in_all must be at least {least}, got {self.most_in_all}",
+                settings=("most_in_all",),
+            )
 
     @property
     def can_be_empty(self) -> bool:

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.report import RESULTS, machine, versions
+from benchmarks.serving_model import make_model_folder
+from benchmarks.shapes import TINY
 from launcher.control import call_control, find_control
 from launcher.redis_server import free_port
 from pdserve.errors import ConfigError
 from pdserve.rpc.v1 import control_pb2
-from tests.support.tiny_models import make_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY_USERS, LIGHT_USERS = 12, 1
@@ -34,7 +35,8 @@ SERVE = [
     "--prefill", "1..3", "--decode", "1..3", "--ttft-target-s", "2", "--tpot-target-s", "0.2",
     "--max-model-len", "1024", "--max-num-seqs", "4", "--kv-cache-memory", "16M", "--no-http",
     "--prefill-fault", "step_delay_s=0.25", "--decode-fault", "step_delay_s=0.03",
-    "--no-enable-prefix-caching", "--log-level", "warning", "--cluster", "locust",
+    "--load-format", "dummy", "--no-enable-prefix-caching", "--log-level", "warning",
+    "--cluster", "locust",
 ]
 SCALING = [
     "settle_s=15", "burst_memory_s=20", "shrink_pause_s=5", "confirm_s=2", "rate_window_s=10",
@@ -106,7 +108,7 @@ def main() -> int:
     """Serves, loads, watches and writes; returns 1 if a request failed or a pool stood still."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        model = make_tiny_llama(folder / "model")
+        model = make_model_folder(folder / "model", TINY)
         port = free_port("127.0.0.1")
         argv = [sys.executable, "-m", "launcher.cli", "serve", str(model), *SERVE]
         argv += ["--port", str(port)]

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu_engine import LLAMA_3_8B
+from benchmarks.byte_tokenizer import make_tokenizer
 from benchmarks.serving_load import END_ID
-from benchmarks.serving_model import make_model_folder, make_tokenizer
+from benchmarks.serving_model import make_model_folder
+from benchmarks.shapes import LLAMA_3_8B
 from pdserve.config.engine import EngineConfig
 from simulation.report import Slo
 

@@ -23,6 +23,7 @@ from benchmarks.gpu_harness import Stand, time_decode, time_prefill
 from benchmarks.gpu_kernels import KernelTime, list_measurements
 from benchmarks.gpu_profile import measure_gaps, profile_decode, profile_prefill
 from benchmarks.report import RESULTS, versions
+from benchmarks.shapes import LLAMA_3_8B
 from pdserve.config.engine import EngineConfig
 from pdserve.cuda.backend import CudaBackend
 from pdserve.cuda.runner import CudaRunner
@@ -31,25 +32,6 @@ from pdserve.rank.backend import LoadJob
 from pdserve.request import SamplingParams
 from pdserve.timeline import MonotonicClock
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
 WEIGHT_BYTES = 15.01e9
 KV_BYTES_PER_TOKEN = 131_072
 READ_BYTES_PER_S = 4.55e12

@@ -21,11 +21,11 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.gpu_engine import LLAMA_3_8B
 from benchmarks.gpu_harness import Stand, make_prompt, make_request
 from benchmarks.gpu_tensor import TARGETS, measure_rows
 from benchmarks.rank_group import start_ranks
 from benchmarks.report import RESULTS, write_gpu
+from benchmarks.shapes import LLAMA_3_8B
 from decode_worker.scheduler import DecodeScheduler
 from pdserve.config.engine import EngineConfig
 from pdserve.engine.batch import lookahead_of

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_engine import LLAMA_3_8B, OUTPUT_TOKENS
+from benchmarks.gpu_engine import OUTPUT_TOKENS
 from benchmarks.gpu_harness import Stand, list_prefill_ms, time_decode
 from benchmarks.gpu_profile import measure_gaps, profile_decode, profile_prefill
 from benchmarks.rank_group import start_ranks
+from benchmarks.shapes import LLAMA_3_8B
 from pdserve.config.engine import EngineConfig
 from pdserve.rank.backend import ReportPhase
 

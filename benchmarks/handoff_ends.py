@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_engine import LLAMA_3_8B, Bench
+from benchmarks.gpu_engine import Bench
 from benchmarks.processes import memory_bytes
 from benchmarks.prompt_stream import EVENT_TIMEOUT_S, PromptStream
+from benchmarks.shapes import LLAMA_3_8B
 from decode_worker.rank import make_links as make_receiver
 from kv_transfer.device_choice import find_link_device
 from kv_transfer.events import FrameLanded, FramePlaced, FrameSent, LinkDown, LinkEnds

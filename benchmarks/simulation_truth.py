@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.byte_tokenizer import make_tokenizer
 from benchmarks.report import RESULTS, machine, versions
-from benchmarks.serving_model import make_tokenizer
 from launcher.local_pool import LocalCluster
 from launcher.model_source import resolve_model
 from pdserve.config.cluster import ClusterConfig

@@ -50,7 +50,9 @@ def make_pair(prefill: KvGeometry, decode: KvGeometry, wire_dtype: str = AUTO) -
         wire_dtype = min(prefill.dtype, decode.dtype, key=lambda dtype: ITEM_BYTES[dtype])
     if wire_dtype not in WIRE_BYTES:
         known = ", ".join((AUTO, *WIRE_BYTES))
-        raise ConfigError(f"wire_dtype must be one of {known}, got {wire_dtype!r}")
+        raise ConfigError(
+            f"wire_dtype must be one of {known}, got {wire_dtype!r}", settings=("wire_dtype",)
+        )
     return KvPair(prefill=prefill, decode=decode, wire_dtype=wire_dtype)
 
 
@@ -65,14 +67,20 @@ def check_compatible(prefill: KvGeometry, decode: KvGeometry) -> None:
         if mine[name] != theirs[name]:
             raise ConfigError(
                 f"{name} differs between the prefill and the decode worker: "
-                f"{mine[name]!r} and {theirs[name]!r}"
+                f"{mine[name]!r} and {theirs[name]!r}",
+                settings=(name,),
             )
     for geometry in (prefill, decode):
         if geometry.dtype not in ITEM_BYTES:
             known = ", ".join(ITEM_BYTES)
-            raise ConfigError(f"dtype must be one of {known}, got {geometry.dtype!r}")
+            raise ConfigError(
+                f"dtype must be one of {known}, got {geometry.dtype!r}", settings=("dtype",)
+            )
         if geometry.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, got {geometry.block_size}")
+            raise ConfigError(
+                f"block_size must be at least 1, got {geometry.block_size}",
+                settings=("block_size",),
+            )
         _ = geometry.parts
 
 

@@ -18,7 +18,7 @@ from launcher.commands.scale import scale
 from launcher.commands.serve import serve
 from launcher.commands.status import status
 from pdserve.config.cluster import ClusterConfig
-from pdserve.config.load import name_flag
+from pdserve.config.load import tell_by_flags
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.version import VERSION
 
@@ -70,7 +70,7 @@ def run_command(argv: list[str]) -> int:
         _write_error(error.format_message())
         return EXIT_USAGE
     except ConfigError as error:
-        _write_error(name_flag(str(error), ClusterConfig))
+        _write_error(tell_by_flags(error, ClusterConfig))
         return EXIT_USAGE
     except PdserveError as error:
         _write_error(str(error))

@@ -21,6 +21,7 @@ from autoscaler.figures import PoolNumbers, describe_law
 from autoscaler.policy import POOLS
 from autoscaler.settings import PoolRange
 from launcher.client import bearer
+from launcher.options.pools import SCALING_FLAGS
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.request import Role
 from pdserve.rpc.v1 import control_pb2, control_pb2_grpc
@@ -168,7 +169,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if not request.is_dry_run:
                 self._controller.set_ranges(prefill, decode)
         except ConfigError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            text = str(error.renamed(SCALING_FLAGS))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         return control_pb2.SetPoolsResponse(changes=changes)
 
     def FlipWorker(  # noqa: N802 - the name of the RPC
@@ -192,7 +194,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._check(context)
         settings, numbers = self._controller.settings, self._controller.numbers
         return control_pb2.GetScalingResponse(
-            pools=[to_wire(role, settings.range_of(role), numbers[role]) for role in POOLS],
+            pools=[
+                to_wire(role, settings.range_of(role), numbers[role])
+                for role in POOLS
+                if role in numbers
+            ],
             decisions=[
                 control_pb2.ScalingDecision(age_s=age_s, text=decision.describe())
                 for age_s, decision in self._controller.history()

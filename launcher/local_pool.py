@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
+from launcher.held_ports import HeldPorts
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Flip, Member, Order, Scale, check_order
-from launcher.redis_server import RedisServer, free_port
+from launcher.redis_server import RedisServer
 from launcher.role_commands import Ports, role_command
 from launcher.supervisor import POLL_S, Supervisor
 from pdserve.config.cluster import ClusterConfig
@@ -50,9 +51,10 @@ class LocalCluster:
         self._can_flip = config.can_flip
         self._flip_obstacle = config.flip_obstacle or "--flips is off"
         self._pools = (Role.PREFILL, Role.DECODE) if config.num_prefill else (Role.DECODE,)
-        self._port = config.port or free_port(config.host)
-        self._http_port = config.http_port or free_port(config.host)
-        self._metrics_port = config.metrics_port or free_port(config.host)
+        self._held = HeldPorts(config.host)
+        self._port = self._held.take(config.port)
+        self._http_port = self._held.take(config.http_port)
+        self._metrics_port = self._held.take(config.metrics_port)
         self._supervisor = Supervisor(
             config,
             name=self.name,
@@ -171,8 +173,11 @@ class LocalCluster:
     def stop(self, *, now: bool = False) -> None:
         """Drains (or with `now` kills) everything and waits for the end."""
         self.request_stop(now=now)
-        if self._thread is not None:
-            self.wait()
+        try:
+            if self._thread is not None:
+                self.wait()
+        finally:
+            self._held.close()
 
     def scale(self, role: Role, num_replicas: int) -> None:
         """Begins to start replicas, or to drain those with the highest numbers.

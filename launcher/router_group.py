@@ -20,17 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from launcher.held_ports import HeldPorts
 from launcher.place import LocalPlace
-from launcher.redis_server import free_port
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import HIDDEN_FIELDS, Ports, environment_of, role_command
-from launcher.supervision import LeaseWatch
-from pdserve.config.load import to_argv
+from launcher.supervision import STOOD_STILL_S, LeaseWatch
+from pdserve.config.load import tell_by_flags, to_argv
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.line_output import write_line
 from pdserve.rpc.server import bind_shared_port
+from pdserve.timeline import PauseWatch
 from router.brain.pulse import feel_pulse
+from router.run_settings import EXIT_CONFIG, front_name
 
 POLL_S = 0.05
 PULSE_S = 0.5
@@ -74,6 +76,7 @@ class RouterGroup:
         self.num_signals = 0
         """A handler counts them."""
         self._next_pulse_s = 0.0
+        self._own_pause = PauseWatch(STOOD_STILL_S, time.monotonic())
         shared = replace(
             config,
             fronts=1,
@@ -103,7 +106,7 @@ class RouterGroup:
         secretless = replace(shared, api_keys=(), api_keys_file=None, cluster_secret=None)
         self.brain = child("brain", "brain", secretless)
         self.fronts = tuple(
-            child(f"front-{number}", "router", replace(shared, front_number=number))
+            child(front_name(number), "router", replace(shared, front_number=number))
             for number in range(config.fronts)
         )
 
@@ -126,7 +129,7 @@ class RouterGroup:
 
     def where(self) -> str:
         """Says where the router listens; once it is ready."""
-        return f"{self._ready['front-0']}, {self._ready['brain']}"
+        return f"{self._ready[front_name(0)]}, {self._ready['brain']}"
 
     def _await_ready(self) -> bool:
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -150,6 +153,7 @@ class RouterGroup:
     def _watch(self) -> None:
         while not self.num_signals:
             now_s = time.monotonic()
+            self._forgive(now_s)
             self._feel_pulse(now_s)
             for child in self._children():
                 child.revive(now_s)
@@ -161,6 +165,9 @@ class RouterGroup:
         self._next_pulse_s = now_s + PULSE_S
         fronts = feel_pulse(self._socket, PULSE_S)
         now_s = time.monotonic()
+        if self._forgive(now_s):
+            # The time to answer ran out while nobody could.
+            return
         if self.brain.watch is not None:
             self.brain.watch.observe(now_s, is_registered=fronts is not None)
         for number, front in enumerate(self.fronts):
@@ -168,6 +175,14 @@ class RouterGroup:
                 front.watch.observe_outage(now_s)
             elif front.watch is not None and fronts is not None:
                 front.watch.observe(now_s, is_registered=number in fronts)
+
+    def _forgive(self, now_s: float) -> bool:
+        """Forgets all silence of children if this process stood still itself; says if it did."""
+        stood_still = self._own_pause.look(now_s)
+        for child in self._children():
+            if stood_still and child.watch is not None:
+                child.watch.observe_outage(now_s)
+        return stood_still
 
     def _drain(self) -> None:
         for front in self.fronts:
@@ -219,21 +234,24 @@ def run_group(config: RouterConfig) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, on_signal)
             group.run()
-        except (ConfigError, InternalError) as error:
+        except ConfigError as error:
+            write_line(sys.stderr, f"error: {tell_by_flags(error, RouterConfig)}")
+            return EXIT_CONFIG
+        except InternalError as error:
             write_line(sys.stderr, f"error: {error}")
-            return 2 if isinstance(error, ConfigError) else 1
+            return 1
     return 0
 
 
 def _hold_ports(config: RouterConfig, stack: ExitStack) -> Ports:
     """Finds the ports that are to be free ones, and keeps others off those that are shared."""
 
-    def hold(port: int) -> int:
-        holder = stack.enter_context(bind_shared_port(config.host, port))
+    def hold(port: int, setting: str) -> int:
+        holder = stack.enter_context(bind_shared_port(config.host, port, setting))
         return int(holder.getsockname()[1])
 
     return Ports(
-        grpc=hold(config.port),
-        http=config.http_port if config.no_http else hold(config.http_port),
-        metrics=config.metrics_port or free_port(config.host),
+        grpc=hold(config.port, "port"),
+        http=config.http_port if config.no_http else hold(config.http_port, "http_port"),
+        metrics=stack.enter_context(HeldPorts(config.host)).take(config.metrics_port),
     )

@@ -49,7 +49,7 @@ def run_until_signal(cluster: LocalCluster, scaled: AbstractContextManager[objec
 
 def describe(cluster: LocalCluster) -> list[str]:
     """Says what each pool can hold and where everything listens."""
-    lines = []
+    lines = [f"cluster {cluster.name} (as --cluster of scale takes it)"]
     for role in (Role.PREFILL, Role.DECODE):
         records = [m.record for m in cluster.members() if m.role is role and m.record is not None]
         if records:

@@ -46,6 +46,7 @@ from pdserve.registry.redis import RedisRegistry
 from pdserve.request import Role
 from pdserve.rpc.server import channel_options, check_port_is_free, resolve_host
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.timeline import PauseWatch
 
 POLL_S = 0.05
 _REFUSAL = re.compile(r"\[[^\]]*\] error: ")
@@ -85,7 +86,7 @@ class Supervisor:
         # Whatever places replicas elsewhere deals out the GPUs there.
         self._gpus = GpuDealer(read_visible_gpus()) if isinstance(place, LocalPlace) else None
         self.records: dict[str, WorkerRecord] = {}
-        self._refreshed_s = time.monotonic()
+        self._own_pause = PauseWatch(STOOD_STILL_S, time.monotonic())
         self.orders: SimpleQueue[Order] = SimpleQueue()
         """From any thread, for this one."""
         self.is_ready = False
@@ -129,9 +130,11 @@ class Supervisor:
         config = self._config
         if self._gpus is not None:
             self._gpus.check(config)
-        check_port_is_free(resolve_host(config.host), self._ports.grpc)
+        address = resolve_host(config.host)
+        check_port_is_free(address, self._ports.grpc)
+        check_port_is_free(address, self._ports.metrics, "metrics_port")
         if not config.no_http:
-            check_port_is_free(resolve_host(config.host), self._ports.http)
+            check_port_is_free(address, self._ports.http, "http_port")
         with self._phase("model"):
             folder = resolve_model(
                 config.engine.model,
@@ -313,9 +316,8 @@ class Supervisor:
             found = runner.run(registry.list_workers())
         except RegistryUnavailable:
             found = None
-        now_s, before_s = time.monotonic(), self._refreshed_s
-        self._refreshed_s = now_s
-        if found is None or now_s - before_s > STOOD_STILL_S:
+        now_s = time.monotonic()
+        if self._own_pause.look(now_s) or found is None:
             for watch in watches.values():
                 if watch is not None:
                     watch.observe_outage(now_s)

@@ -20,7 +20,9 @@ PdserveError
   ConfigError           a flag, file or model folder the user can mend (exits 2, never a status)
 """
 
-from typing import ClassVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
 
 
 class PdserveError(Exception):
@@ -45,6 +47,13 @@ class InvalidField(PdserveError):
         super().__init__(f"{field} must be {limit}, got {shown}")
         self.field = field
         self.limit = limit
+
+    def renamed(self, field: str) -> Self:
+        """Returns this error with its field under the name that the caller used."""
+        renamed = type(self)(field, None, self.limit)
+        # The value is in the text alone.
+        renamed.args = (str(self).replace(self.field, field, 1),)
+        return renamed
 
 
 class TooLong(InvalidField):
@@ -176,3 +185,22 @@ class ConfigError(PdserveError):
 
     grpc_code = 3
     reason = "CONFIG"
+
+    def __init__(self, message: str, *, settings: Sequence[str] = ()) -> None:
+        """Takes the text.
+
+        Args:
+            message: the whole of it.
+            settings: words of it that are fields of a configuration: who typed a flag knows it by
+                that (`renamed`).
+        """
+        super().__init__(message)
+        self.settings = tuple(settings)
+
+    def renamed(self, names: Mapping[str, str]) -> "ConfigError":
+        """Returns this error with other names for its settings, each where it stands first."""
+        text = str(self)
+        for setting in self.settings:
+            name = names.get(setting, setting)
+            text = re.sub(rf"(?<![\w-]){re.escape(setting)}(?!\w)", lambda _: name, text, count=1)  # noqa: B023
+        return ConfigError(text, settings=[names.get(one, one) for one in self.settings])

@@ -27,7 +27,6 @@ REQUEST_BUCKETS_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 """Whole requests, queue, prefill and decode times."""
-HANDOFF_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 TOKEN_COUNT_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 """1-2-5 steps for prompt and output lengths."""
 READ_TIMEOUT_S = 10.0
@@ -62,7 +61,7 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> MetricsS
 def serve_exposition(exposition: Exposes, host: str, port: int) -> MetricsServer:
     """Serves whatever writes series, each scrape on a thread of its own; raises as above."""
     address = resolve_host(host)
-    check_port_is_free(address, port)
+    check_port_is_free(address, port, "metrics_port")
     try:
         server = _server_at(address)((address, port), _handler_of(exposition))
     except OSError as error:

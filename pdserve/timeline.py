@@ -21,6 +21,30 @@ class MonotonicClock:
         return time.monotonic()
 
 
+class PauseWatch:
+    """Tells one who judges others by their silence that he stood still himself.
+
+    On a paused machine, say. What the others said meanwhile has not been read yet: nobody is
+    judged by it.
+    """
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        """Counts from now.
+
+        Args:
+            limit_s: one who looks again only after more than this long stood still.
+            now_s: the time.
+        """
+        self._limit_s = limit_s
+        self._looked_at_s = now_s
+
+    def look(self, now_s: float) -> bool:
+        """Says whether the last look was too long ago; called whenever somebody may be judged."""
+        stood_still = now_s - self._looked_at_s > self._limit_s
+        self._looked_at_s = now_s
+        return stood_still
+
+
 @dataclass
 class ManualClock:
     """A clock that moves only when told to."""

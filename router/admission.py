@@ -1,6 +1,17 @@
 """How many requests the router takes: a bounded number waiting, a bounded number in flight."""
 
+from dataclasses import dataclass
+
 from pdserve.errors import Overloaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmittedLoad:
+    """Requests that were admitted and have not ended."""
+
+    num_in_flight: int = 0
+    num_waiting: int = 0
+    """Of these: no worker has them."""
 
 
 class Admission:
@@ -13,12 +24,19 @@ class Admission:
     """
 
     def __init__(self, max_queued: int, max_in_flight: int) -> None:
-        """Takes the limits of one front."""
+        """Takes the limits of a router: of all its fronts together."""
         self._max_queued = max_queued
         self._max_in_flight = max_in_flight
         self._recent_service_s = 1.0
         self.num_in_flight = 0
         self.num_waiting = 0
+        self.others = AdmittedLoad()
+        """Of the other fronts, as they said a moment ago."""
+
+    @property
+    def load(self) -> AdmittedLoad:
+        """Of this front."""
+        return AdmittedLoad(num_in_flight=self.num_in_flight, num_waiting=self.num_waiting)
 
     def admit(self) -> None:
         """Counts a new request as waiting.
@@ -26,14 +44,16 @@ class Admission:
         Raises:
             Overloaded: a limit is reached; the hint is the mean time until a place becomes free.
         """
-        if self.num_in_flight >= self._max_in_flight:
+        num_in_flight = self.num_in_flight + self.others.num_in_flight
+        if num_in_flight >= self._max_in_flight:
             raise Overloaded(
-                f"{self.num_in_flight} requests are in flight, the limit is {self._max_in_flight}",
+                f"{num_in_flight} requests are in flight, the limit is {self._max_in_flight}",
                 self.retry_after_s,
             )
-        if self.num_waiting >= self._max_queued:
+        num_waiting = self.num_waiting + self.others.num_waiting
+        if num_waiting >= self._max_queued:
             raise Overloaded(
-                f"{self.num_waiting} requests are waiting, the limit is {self._max_queued}",
+                f"{num_waiting} requests are waiting, the limit is {self._max_queued}",
                 self.retry_after_s,
             )
         self.num_in_flight += 1

@@ -12,6 +12,7 @@ from pdserve.errors import NoBrain, RequestNotFound
 from pdserve.exposition import Exposes, join_expositions
 from pdserve.request import RequestId
 from pdserve.rpc.v1 import brain_pb2, inference_pb2
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.explain_wire import explanation_to_wire
 
@@ -45,6 +46,11 @@ class FrontDesk:
         self._own_info = own_info
         self._exposition = exposition
         self._others = others
+
+    @property
+    def admission(self) -> Admission:
+        """Of this front."""
+        return self._dispatcher.admission
 
     async def explain(self, request_id: RequestId, tenant: str) -> inference_pb2.ExplainResponse:
         """Tells why a tenant's request went where it went.
@@ -132,6 +138,8 @@ def join_infos(own: Info, others: Sequence[Info]) -> Info:
     """
     joined = Info()
     joined.CopyFrom(own)
+    # Fronts say of themselves more than the brain, which counts as the last of the others.
+    processes = {process.name: process for process in own.processes}
     for one in others:
         joined.num_fronts += one.num_fronts
         joined.uptime_s = max(joined.uptime_s, one.uptime_s)
@@ -144,4 +152,9 @@ def join_infos(own: Info, others: Sequence[Info]) -> Info:
         joined.output_tokens += one.output_tokens
         joined.waiting_tokens += one.waiting_tokens
         joined.oldest_wait_s = max(joined.oldest_wait_s, one.oldest_wait_s)
+        for process in one.processes:
+            processes.setdefault(process.name, process)
+    brain_last = sorted(processes.values(), key=lambda one: (one.name == "brain", one.name))
+    del joined.processes[:]
+    joined.processes.extend(brain_last)
     return joined

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from pdserve.chat_template import ChatTemplate
-from pdserve.config.load import name_flag
+from pdserve.config.load import tell_by_flags
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError, NoWorker
 from pdserve.exposition import TextExposition
@@ -51,7 +51,7 @@ from router.openai.http_server import HttpServer
 from router.prompt import RequestMaker
 from router.recovery import Limits
 from router.redis_loads import RedisLoadChannel
-from router.run_settings import EXIT_CONFIG, GC_THRESHOLDS
+from router.run_settings import EXIT_CONFIG, GC_THRESHOLDS, front_name
 from router.service import InferenceService, ServerIdentity, describe_front
 from router.slo import parse_slo_classes
 from router.validation import MAX_LOGPROBS, ModelLimits
@@ -170,12 +170,13 @@ class RouterFront:
         identity = ServerIdentity(
             front_id=self.front_id,
             version=VERSION,
+            process_name=_process_name(config),
             started_at_s=clock.now(),
             model_info=model.info,
         )
         self.desk = FrontDesk(
             self.dispatcher,
-            lambda: describe_front(identity, self.dispatcher, self.pool, clock.now()),
+            lambda: describe_front(identity, self.dispatcher, self.pool, self._state, clock.now()),
             TextExposition(series),
             self.brain.others,
         )
@@ -213,6 +214,12 @@ class RouterFront:
         works = [*self.brain.works(), ("health", self._watch())]
         self._tasks = [asyncio.create_task(work, name=name) for name, work in works]
         return port
+
+    @property
+    def _state(self) -> str:
+        if self.intake.is_draining:
+            return "draining"
+        return "serving" if self._is_serving else "waiting"
 
     @property
     def _shares_ports(self) -> bool:
@@ -327,13 +334,16 @@ async def serve(config: RouterConfig) -> None:
         await asyncio.wait((drained, forced))
 
 
+def _process_name(config: RouterConfig) -> str:
+    return "router" if config.brain_socket is None else front_name(config.front_number)
+
+
 def run(config: RouterConfig) -> int:
     """Runs one front in this process; returns the exit status (0 drained, 2 bad settings)."""
-    name = "router" if config.brain_socket is None else f"front-{config.front_number}"
-    configure_logging(config.log_level, fields={"process": name})
+    configure_logging(config.log_level, fields={"process": _process_name(config)})
     try:
         uvloop.run(serve(config))
     except ConfigError as error:
-        sys.stderr.write(f"error: {name_flag(str(error), RouterConfig)}\n")
+        sys.stderr.write(f"error: {tell_by_flags(error, RouterConfig)}\n")
         return EXIT_CONFIG
     return 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,8 @@ class ServerIdentity:
 
     front_id: str
     version: str
+    process_name: str
+    """Of this front among those of the router."""
     started_at_s: float
     model_info: inference_pb2.GetModelInfoResponse
 
@@ -212,10 +215,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def describe_front(
-    identity: ServerIdentity, dispatcher: Dispatcher, pool: WorkerPool, now_s: float
+    identity: ServerIdentity, dispatcher: Dispatcher, pool: WorkerPool, state: str, now_s: float
 ) -> inference_pb2.GetServerInfoResponse:
     """Describes one front and the pools that it can use now."""
     calls, traffic = dispatcher.calls(), dispatcher.traffic
+    load = dispatcher.admission.load
+    process = inference_pb2.RouterProcess(
+        name=identity.process_name,
+        pid=os.getpid(),
+        state=state,
+        uptime_s=now_s - identity.started_at_s,
+        requests_in_flight=load.num_in_flight,
+        requests_queued=load.num_waiting,
+    )
     return inference_pb2.GetServerInfoResponse(
         version=identity.version,
         front_id=identity.front_id,
@@ -230,6 +242,7 @@ def describe_front(
         waiting_tokens=sum(c.request.num_prompt_tokens for c in calls if c.waiting),
         oldest_wait_s=now_s - min(_untold_since(calls), default=now_s),
         num_fronts=1,
+        processes=[process],
     )
 
 

@@ -67,7 +67,8 @@ def parse_slo_classes(texts: Sequence[str]) -> SloClasses:
         name, _, rest = text.partition("=")
         if not name or name in classes:
             raise ConfigError(
-                f"slo_classes must be NAME=ttft_s:S,tpot_s:S, each once, got {text!r}"
+                f"slo_classes must be NAME=ttft_s:S,tpot_s:S, each once, got {text!r}",
+                settings=("slo_classes",),
             )
         values: dict[str, float] = {}
         for part in filter(None, rest.split(",")):
@@ -75,15 +76,20 @@ def parse_slo_classes(texts: Sequence[str]) -> SloClasses:
             try:
                 values[field] = float(value)
             except ValueError:
-                raise ConfigError(f"slo_classes: {part!r} in {text!r} is no number") from None
+                raise ConfigError(
+                    f"slo_classes: {part!r} in {text!r} is no number", settings=("slo_classes",)
+                ) from None
             if field not in _FIELDS or not 0 <= values[field] < math.inf:
                 raise ConfigError(
                     f"slo_classes: {part!r} in {text!r} must be one of {', '.join(_FIELDS)} "
-                    "and a number of at least 0"
+                    "and a number of at least 0",
+                    settings=("slo_classes",),
                 )
         priority = int(values.get("priority", 0))
         if priority > MAX_PRIORITY:
-            raise ConfigError(f"slo_classes: priority must be at most {MAX_PRIORITY}")
+            raise ConfigError(
+                f"slo_classes: priority must be at most {MAX_PRIORITY}", settings=("slo_classes",)
+            )
         classes[name] = Slo(
             ttft_s=values.get("ttft_s") or None,
             tpot_s=values.get("tpot_s") or None,

@@ -61,8 +61,18 @@ class WorkerLink:
         clock: Clock,
         *,
         max_message_bytes: int,
+        learns: bool,
     ) -> None:
-        """Opens a channel; `start` begins the stream."""
+        """Opens a channel; `start` begins the stream.
+
+        Args:
+            record: the worker's.
+            front_id: what it knows this process by.
+            listener: is told what it says.
+            clock: of silence.
+            max_message_bytes: of one message.
+            learns: somebody here wants to know what the worker's steps took before.
+        """
         self.record = record
         self.key = WorkerKey(worker_id=record.worker_id, incarnation=record.incarnation)
         self.load: types_pb2.WorkerLoad | None = None
@@ -71,6 +81,7 @@ class WorkerLink:
         self.is_alive = False
         self.is_lost = False
         self._front_id = front_id
+        self._learns = learns
         self._listener = listener
         self._clock = clock
         self._says_draining = False
@@ -177,7 +188,12 @@ class WorkerLink:
         """Reads one stream until it breaks; returns the number of messages."""
         num_heard = 0
         resumes = self._listener.resumes_for(self.key)
-        call = self._stub.Stream(worker_pb2.StreamRequest(front_id=self._front_id, resumes=resumes))
+        asked = worker_pb2.StreamRequest(
+            front_id=self._front_id,
+            resumes=resumes,
+            wants_past_samples=self._learns and self.last_report is None,
+        )
+        call = self._stub.Stream(asked)
         try:
             async for batch in call:
                 num_heard += 1

@@ -15,7 +15,7 @@ from pdserve.predictor.predictor import Predictor
 from pdserve.registry.base import Registry, RegistryUnavailable, WorkerRecord
 from pdserve.request import FrontId, Role, WorkerId
 from pdserve.rpc.v1 import types_pb2, worker_pb2
-from pdserve.timeline import Clock
+from pdserve.timeline import Clock, PauseWatch
 from router.changes import Changes
 from router.fleet import Member, Report
 from router.load_book import LoadBook
@@ -110,20 +110,19 @@ class WorkerPool:
 
     async def _watch_silence(self, pause_s: float) -> None:
         """Apart from the registry, whose answer may take seconds."""
+        own_pause = PauseWatch(pause_s + self._silence_s / 2, self._clock.now())
         while True:
-            asleep_since_s = self._clock.now()
             await asyncio.sleep(pause_s)
-            self.drop_silent(self._clock.now() - asleep_since_s - pause_s)
+            self.drop_silent(own_pause)
 
-    def drop_silent(self, own_delay_s: float) -> None:
-        """Declares workers dead that were not heard for too long.
+    def drop_silent(self, own_pause: PauseWatch) -> None:
+        """Declares workers dead that were not heard for too long, unless this process stood still.
 
         Args:
-            own_delay_s: how much later than planned this call comes. If this process itself stood
-                still, what the workers said meanwhile has not been read yet: no one is judged.
+            own_pause: of whoever calls this again and again.
         """
-        if own_delay_s > self._silence_s / 2:
-            logger.warning("this process stood still", extra={"seconds": round(own_delay_s, 1)})
+        if own_pause.look(self._clock.now()):
+            logger.warning("this process stood still")
             return
         for link in list(self._links.values()):
             silence_s = link.silence_s()
@@ -227,6 +226,9 @@ class WorkerPool:
         """Hands a message on."""
         assert self._listener is not None
         self._fleet.hear(worker, self._clock.now())
+        link = self._links.get(worker)
+        if link is not None:
+            self._learn(link.record, batch.past_samples)
         if batch.HasField("load"):
             self._take_load(worker, batch.load)
         self._listener.on_batch(worker, batch)
@@ -260,6 +262,10 @@ class WorkerPool:
         assert self._listener is not None
         return self._listener.resumes_for(worker)
 
+    def _learn(self, record: WorkerRecord, samples: Iterable[types_pb2.StepSample]) -> None:
+        if self._predictor is not None:
+            observe_samples(self._predictor, record.worker_class, record.incarnation, samples)
+
     def _take_load(self, worker: WorkerKey, load: types_pb2.WorkerLoad) -> None:
         link = self._links.get(worker)
         # A stream that was opened anew repeats the last report.
@@ -267,8 +273,7 @@ class WorkerPool:
             return
         link.last_report = load.report
         record = link.record
-        if self._predictor is not None:
-            observe_samples(self._predictor, record.worker_class, record.incarnation, load.samples)
+        self._learn(record, load.samples)
         is_prefill = link.record.role is Role.PREFILL
         report = Report(
             num_queued=load.num_waiting + (load.num_running if is_prefill else 0),
@@ -322,6 +327,7 @@ class WorkerPool:
             self,
             self._clock,
             max_message_bytes=self._max_message_bytes,
+            learns=self._predictor is not None,
         )
         self._links[link.key] = link
         self._fleet.join(_member_of(record))

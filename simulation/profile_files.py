@@ -29,13 +29,18 @@ def find_profile(name: str, model: str) -> Profile:
         known = ", ".join(list_profiles())
         raise ConfigError(
             f"gpu: there is no profile {name!r} for model {model!r}; `pdserve profile` measures "
-            f"one; with the project come: {known}"
+            f"one; with the project come: {known}",
+            settings=("gpu",),
         )
     try:
         profile = profile_from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"gpu: profile {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"gpu: profile {path} cannot be read: {error}", settings=("gpu",)
+        ) from error
     measured = profile.detail.get("model")
     if measured is not None and measured != model:
-        raise ConfigError(f"gpu: profile {path} is of model {measured}, not of {model}")
+        raise ConfigError(
+            f"gpu: profile {path} is of model {measured}, not of {model}", settings=("gpu",)
+        )
     return profile

@@ -246,5 +246,6 @@ def _check_fits(workload: Workload, profile: Profile) -> None:
     if longest > profile.kv_tokens:
         raise ConfigError(
             f"trace: the longest request has {longest} tokens, a worker of profile "
-            f"{profile.worker_class} holds {profile.kv_tokens}"
+            f"{profile.worker_class} holds {profile.kv_tokens}",
+            settings=("trace",),
         )

@@ -36,18 +36,18 @@ def read_trace(path: Path) -> Workload:
         with _open_text(path) as lines:
             first = lines.readline()
             if not first.strip():
-                raise ConfigError(f"trace {path} is empty")
+                raise ConfigError(f"trace {path} is empty", settings=("trace",))
             read = _read_mooncake if first.lstrip().startswith("{") else _read_azure
             arrivals.extend(read(first, lines))
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path} cannot be read: {error}") from error
+        raise ConfigError(f"trace {path} cannot be read: {error}", settings=("trace",)) from error
     except (ValueError, KeyError, TypeError) as error:
         number = len(arrivals) + 1
         raise ConfigError(
-            f"trace {path}, request {number}, is of another format: {error}"
+            f"trace {path}, request {number}, is of another format: {error}", settings=("trace",)
         ) from error
     if not arrivals:
-        raise ConfigError(f"trace {path} has no request")
+        raise ConfigError(f"trace {path} has no request", settings=("trace",))
     start_s = min(one.at_s for one in arrivals)
     since = [replace(one, at_s=one.at_s - start_s) for one in arrivals]
     return make_workload(path.name.split(".")[0], since)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autoscaler.settings import ScalingSettings, parse_range
+from autoscaler.settings import ScalingSettings
 from launcher.control import control_folder
 from launcher.kubernetes_api import (
     IN_CLUSTER_URL,
@@ -19,10 +19,11 @@ from launcher.kubernetes_api import (
     read_namespace,
 )
 from launcher.kubernetes_pools import KubernetesPools, PoolObject, parse_pool_object
+from launcher.options.pools import SCALING_FLAGS, read_size
 from launcher.pool_figures import read_key
 from launcher.run_cluster import write_line
 from launcher.scaled_cluster import Autoscaling
-from pdserve.config.load import from_pairs, read_runtime_folder
+from pdserve.config.load import from_pairs, read_runtime_folder, renaming
 from pdserve.errors import ConfigError
 from pdserve.registry.redis import RedisRegistry
 from pdserve.request import Role
@@ -77,16 +78,18 @@ def autoscale(
         Role.PREFILL: parse_pool_object(prefill_pool),
         Role.DECODE: parse_pool_object(decode_pool),
     }
-    settings = replace(
-        from_pairs(ScalingSettings, scaling or (), "--scaling"),
-        prefill=parse_range(prefill),
-        decode=parse_range(decode),
-        most_in_all=max_replicas,
-        ttft_s=ttft_target_s,
-        tpot_s=tpot_target_s,
-        start_s=start_s,
-        leave_by_number=_leaves_by_number(objects),
-    )
+    settings = from_pairs(ScalingSettings, scaling or (), "--scaling")
+    with renaming(SCALING_FLAGS):
+        settings = replace(
+            settings,
+            prefill=read_size(prefill, "--prefill"),
+            decode=read_size(decode, "--decode", fewest=1),
+            most_in_all=max_replicas,
+            ttft_s=ttft_target_s,
+            tpot_s=tpot_target_s,
+            start_s=start_s,
+            leave_by_number=_leaves_by_number(objects),
+        )
     if settings.prefill.most == 0:
         # Decode replicas prefill: there need be no such object.
         del objects[Role.PREFILL]

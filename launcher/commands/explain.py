@@ -11,10 +11,11 @@ from rich.table import Table
 
 from launcher.client import bearer, client_error, open_sync_channel
 from launcher.commands.generate import DEFAULT_ADDRESS, Address, ApiKey
+from launcher.tables import make_table, open_console
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 _TIMEOUT_S = 10.0
-_TERMS = ("queue", "prefill", "handoff", "wait", "step", "stall", "first_token", "cost", "missed")
+_TERMS = ("queue", "prefill", "handoff", "wait", "step", "stall", "first token", "cost", "missed")
 
 
 def explain(
@@ -34,7 +35,7 @@ def explain(
     if as_json:
         typer.echo(json.dumps(to_json(found)))
         return 0
-    show(found, Console(width=140))
+    show(found, open_console())
     return 0
 
 
@@ -59,15 +60,7 @@ def show(found: inference_pb2.ExplainResponse, console: Console) -> None:
 
 
 def _table_of(placed: inference_pb2.Placement) -> Table:
-    table = Table(
-        title=f"attempt {placed.attempt} at {_ms(placed.at_s)}: {placed.path}, "
-        f"{placed.cached_tokens} tokens cached, costs in {placed.unit}",
-        title_justify="left",
-    )
-    table.add_column("prefill")
-    table.add_column("decode")
-    for term in _TERMS:
-        table.add_column(term, justify="right")
+    rows = []
     for one in placed.candidates:
         values = (
             one.queue,
@@ -81,8 +74,12 @@ def _table_of(placed: inference_pb2.Placement) -> Table:
             one.missed,
         )
         name = one.prefill_worker or "(local)"
-        table.add_row(name, one.decode_worker, *(f"{value:.4g}" for value in values))
-    return table
+        rows.append((name, one.decode_worker, *(f"{value:.4g}" for value in values)))
+    title = (
+        f"attempt {placed.attempt} at {_ms(placed.at_s)}: {placed.path}, "
+        f"{placed.cached_tokens} tokens cached, costs in {placed.unit}"
+    )
+    return make_table(("prefill", "decode", *_TERMS), rows, title=title, num_names=2)
 
 
 def _ms(seconds: float) -> str:

@@ -8,9 +8,15 @@ from typing import Annotated
 import typer
 
 from launcher.client import generate_stream, open_sync_channel, to_dict
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, InvalidField
 from pdserve.rpc.v1 import inference_pb2, types_pb2
 
+_ARGUMENTS = {
+    "text": "PROMPT",
+    "token_ids": "--prompt-ids",
+    "stop_token_ids": "--stop-token-id",
+}
+"""Where a field of the request has another name than its flag."""
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router.")]
 ApiKey = Annotated[
@@ -89,6 +95,8 @@ def generate(
                 address=address,
                 on_text=on_text,
             )
+        except InvalidField as error:
+            raise error.renamed(flag_of(error.field)) from error
         finally:
             if written:
                 # An error's line must not be glued to the text before it.
@@ -97,6 +105,19 @@ def generate(
     if as_json:
         typer.echo(json.dumps(to_dict(generation), ensure_ascii=False))
     return 0
+
+
+def flag_of(field: str) -> str:
+    """Returns the flag that a field of the request comes from.
+
+    Of a list that is a flag given several times, or one value, places say nothing; those of
+    messages are kept.
+    """
+    head, bracket, rest = field.partition("[")
+    if head in ("chat", "chat.messages"):
+        return f"--messages {bracket}{rest}".rstrip()
+    name = head.removeprefix("sampling.")
+    return _ARGUMENTS.get(name, f"--{name.replace('_', '-')}")
 
 
 def set_prompt(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from launcher.tables import make_table, open_console
 from pdserve.errors import ConfigError
 from simulation.page import COLUMNS, cells_of, make_page
 from simulation.profile_files import find_profile
@@ -19,7 +19,6 @@ from simulation.traces import read_trace
 from simulation.workload import limit_lengths, scale_lengths, scale_rate
 
 EXIT_NO_PLAN = 3
-_WIDTH = 140
 
 
 def plan(
@@ -56,7 +55,9 @@ def plan(
         workload = scale_rate(workload, rate)
     workload = limit_lengths(workload, min(profile.kv_tokens for profile in profiles))
     if not workload.arrivals:
-        raise ConfigError(f"trace: no request of {workload.name} fits a worker")
+        raise ConfigError(
+            f"trace: no request of {workload.name} fits a worker", settings=("trace",)
+        )
     console = Console(stderr=True, soft_wrap=True)
     sample = take_busiest(workload, requests)
     console.print(f"Simulating {sample.text}.")
@@ -68,7 +69,7 @@ def plan(
         note=lambda trial: _tell(console, trial),
     )
     found = search.run(profiles)
-    _show(Console(width=_WIDTH), found, model)
+    _show(open_console(), found, model)
     if output is not None:
         output.write_text(json.dumps(plan_to_json(found, model), indent=1) + "\n", "utf-8")
     if plot is not None:
@@ -90,9 +91,11 @@ def parse_slo(text: str) -> Slo:
         except ValueError:
             values[name] = 0.0
         if name not in ("ttft", "tpot") or not 0 < values[name] < float("inf"):
-            raise ConfigError(f"slo must be like ttft=2,tpot=0.05 (seconds), got {text!r}")
+            raise ConfigError(
+                f"slo must be like ttft=2,tpot=0.05 (seconds), got {text!r}", settings=("slo",)
+            )
     if len(values) != 2:
-        raise ConfigError(f"slo must name ttft and tpot, got {text!r}")
+        raise ConfigError(f"slo must name ttft and tpot, got {text!r}", settings=("slo",))
     return Slo(ttft_s=values["ttft"], tpot_s=values["tpot"])
 
 
@@ -135,16 +138,17 @@ def _show(console: Console, found: Plan, model: str) -> None:
         f"{model}: TTFT <= {slo.ttft_s:g} s and TPOT <= {1000 * slo.tpot_s:g} ms for "
         f"{found.attainment:.0%} of the requests"
     )
-    table = Table(title=title)
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for trial in found.trials:
-        table.add_row(*cells_of(trial), style="bold green" if trial is found.chosen else None)
-    if found.frontier:
-        table.add_section()
-        for trial in found.frontier:
-            if trial is not found.chosen:
-                table.add_row(*cells_of(trial), style="dim")
+    others = [trial for trial in found.frontier if trial is not found.chosen]
+    table = make_table(
+        COLUMNS,
+        [cells_of(trial) for trial in (*found.trials, *others)],
+        title=title,
+        styles=[
+            *("bold green" if trial is found.chosen else None for trial in found.trials),
+            *("dim" for _ in others),
+        ],
+        sections=(len(found.trials) - 1,) if others else (),
+    )
     console.print(table)
     if found.hopeless_share:
         console.print(

@@ -3,16 +3,30 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from autoscaler.settings import PoolRange, parse_range
 from launcher.control import call_control, control_folder, find_control
+from launcher.options.pools import read_size
+from launcher.tables import make_table, open_console
 from pdserve.config.load import read_runtime_folder
 from pdserve.errors import ConfigError
 from pdserve.rpc.v1 import control_pb2
 
 _TIMEOUT_S = 10.0
+COLUMNS = (
+    "pool",
+    "range",
+    "serve",
+    "start",
+    "drain",
+    "need",
+    "to keep",
+    "waiting tokens",
+    "oldest",
+    "running",
+    "KV",
+    "TPOT",
+)
 
 
 def scale(
@@ -38,11 +52,13 @@ def scale(
     """
     if not status and prefill is None and decode is None:
         raise ConfigError("--prefill, --decode or --status is needed")
+    request = control_pb2.SetPoolsRequest(
+        prefill=_to_wire(prefill, "--prefill"),
+        decode=_to_wire(decode, "--decode"),
+        is_dry_run=dry_run,
+    )
     file = find_control(control_folder(read_runtime_folder()), cluster)
     if prefill is not None or decode is not None:
-        request = control_pb2.SetPoolsRequest(
-            prefill=_to_wire(prefill), decode=_to_wire(decode), is_dry_run=dry_run
-        )
         answer: control_pb2.SetPoolsResponse = call_control(
             file, lambda stub, key: stub.SetPools(request, timeout=_TIMEOUT_S, metadata=key)
         )
@@ -55,15 +71,25 @@ def scale(
                 control_pb2.GetScalingRequest(), timeout=_TIMEOUT_S, metadata=key
             ),
         )
-        console = Console(width=120)
-        console.print(pools_table(found))
-        for pool in found.pools:
-            if pool.range.most:
-                text = pool.law or "no law yet: by what was measured and counted"
-                console.print(f"{pool.role}: {text}", markup=False)
-        for decision in found.decisions:
-            console.print(f"{decision.age_s:6.0f} s ago  {decision.text}", markup=False)
+        show_scaling(found)
     return 0
+
+
+def show_scaling(found: control_pb2.GetScalingResponse) -> None:
+    """Prints pools, needs and decisions."""
+    console = open_console()
+    if not found.pools:
+        # Begun a moment ago, or the routers do not answer.
+        console.print("no figures yet")
+    else:
+        console.print(pools_table(found))
+    for pool in found.pools:
+        if pool.range.most:
+            law = pool.law or "no law yet: by what was measured and counted"
+            why = pool.why and f"{pool.why}; "
+            console.print(f"{pool.role}: {why}{law}", markup=False)
+    for decision in found.decisions:
+        console.print(f"{decision.age_s:6.0f} s ago  {decision.text}", markup=False)
 
 
 def tell_order(preview: str) -> str:
@@ -78,11 +104,8 @@ def tell_order(preview: str) -> str:
 
 def pools_table(found: control_pb2.GetScalingResponse) -> Table:
     """Draws one line per pool."""
-    table = Table("pool", "range", "serve", "start", "drain", "need", "survivors", "waiting tokens")
-    for name in ("oldest", "sequences", "KV", "TPOT", "why"):
-        table.add_column(name)
-    for pool in found.pools:
-        table.add_row(
+    rows = [
+        (
             pool.role,
             f"{pool.range.least}..{pool.range.most}",
             str(pool.num_serving),
@@ -95,13 +118,14 @@ def pools_table(found: control_pb2.GetScalingResponse) -> Table:
             str(pool.num_sequences),
             f"{pool.kv_share:.0%}",
             f"{pool.tpot_s * 1000:.0f} ms" if pool.HasField("tpot_s") else "",
-            pool.why,
         )
-    return table
+        for pool in found.pools
+    ]
+    return make_table(COLUMNS, rows)
 
 
-def _to_wire(text: str | None) -> control_pb2.PoolRange | None:
+def _to_wire(text: str | None, flag: str) -> control_pb2.PoolRange | None:
     if text is None:
         return None
-    bounds: PoolRange = parse_range(text)
+    bounds = read_size(text, flag)
     return control_pb2.PoolRange(least=bounds.least, most=bounds.most)

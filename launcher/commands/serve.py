@@ -24,6 +24,7 @@ from pdserve.config.cluster import ClusterConfig
 from pdserve.config.load import read_runtime_folder
 from pdserve.request import Role
 from pdserve.rpc.stage_handshake import check_token
+from router.slo import parse_slo_classes
 
 
 @with_options
@@ -44,6 +45,8 @@ def serve(
     """
     settings = pools.settings()
     config = _make_config(settings, listeners, membership, engine, ranks, handoff, clients, life)
+    # What only the router reads is told before anything starts.
+    parse_slo_classes(config.slo_classes)
     can_flip = pools.can_flip(settings, place.flip_obstacle or config.flip_obstacle)
     # In pools of fixed sizes only on somebody's order.
     settings = replace(settings, flips_in_place=can_flip and is_sized(settings))

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import grpc
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from launcher.client import bearer, client_error, open_sync_channel
 from launcher.commands.generate import DEFAULT_ADDRESS, Address, ApiKey
+from launcher.tables import make_table, open_console
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 _TIMEOUT_S = 10.0
@@ -36,13 +36,14 @@ def status(
     if as_json:
         typer.echo(json.dumps(to_dict(address, info, model, loads)))
         return 0
-    console = Console(width=120)
+    console = open_console()
     console.print(
         f"pdserve {info.version} at {address}, up {info.uptime_s:.0f} s, model {model.model} "
         f"({model.architecture}, up to {model.max_model_len} tokens); "
         f"{info.requests_in_flight} requests in flight, {info.requests_queued} queued",
         soft_wrap=True,
     )
+    console.print(processes_table(info.processes))
     console.print(workers_table(loads.workers))
     return 0
 
@@ -66,8 +67,37 @@ def to_dict(
         "num_decode": info.num_decode,
         "requests_in_flight": info.requests_in_flight,
         "requests_queued": info.requests_queued,
+        "router": [process_to_dict(process) for process in info.processes],
         "workers": [worker_to_dict(worker) for worker in loads.workers],
     }
+
+
+def process_to_dict(process: inference_pb2.RouterProcess) -> dict[str, object]:
+    """Shapes a front, or the brain, for JSON."""
+    return {
+        "name": process.name,
+        "state": process.state,
+        "pid": process.pid,
+        "uptime_s": process.uptime_s,
+        "requests_in_flight": process.requests_in_flight,
+        "requests_queued": process.requests_queued,
+    }
+
+
+def processes_table(processes: Iterable[inference_pb2.RouterProcess]) -> Table:
+    """Draws one line per process of the router: its fronts, and the brain that they share."""
+    rows = [
+        (
+            process.name,
+            process.state,
+            str(process.pid),
+            "" if process.state == "silent" else f"{process.uptime_s:.0f} s",
+            str(process.requests_in_flight) if process.name != "brain" else "",
+            str(process.requests_queued) if process.name != "brain" else "",
+        )
+        for process in processes
+    ]
+    return make_table(("router", "state", "pid", "up", "in-flight", "queued"), rows, num_names=2)
 
 
 def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
@@ -110,13 +140,22 @@ def worker_to_dict(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
 
 def workers_table(workers: Iterable[inference_pb2.WorkerInfo]) -> Table:
     """Draws one line per worker."""
-    table = Table("worker", "state", "face pid", "ranks: node, pids", "waiting", "running")
-    table.add_column("KV blocks used")
-    table.add_column("links")
+    headers = (
+        "worker",
+        "state",
+        "face pid",
+        "ranks: node, pids",
+        "waiting",
+        "running",
+        "KV blocks used",
+        "links",
+    )
+    rows = []
     for worker in workers:
         load = worker.load
         if worker.state == GONE:
-            table.add_row(worker.worker_id, "gone, or restarting")
+            gone = (worker.worker_id, "gone, or restarting")
+            rows.append((*gone, *("" for _ in headers[len(gone) :])))
             continue
         used = load.active_blocks + load.reserved_blocks
         links = [
@@ -125,17 +164,19 @@ def workers_table(workers: Iterable[inference_pb2.WorkerInfo]) -> Table:
             + "".join(f" ({failure})" for failure in link.failures)
             for link in worker.links
         ]
-        table.add_row(
-            worker.worker_id,
-            worker.state,
-            str(worker.face_pid or ""),
-            show_ranks(worker.ranks),
-            str(load.num_waiting),
-            str(load.num_running),
-            f"{used} of {load.total_blocks} ({load.cached_blocks} cached)",
-            ", ".join(links),
+        rows.append(
+            (
+                worker.worker_id,
+                worker.state,
+                str(worker.face_pid or ""),
+                show_ranks(worker.ranks),
+                str(load.num_waiting),
+                str(load.num_running),
+                f"{used} of {load.total_blocks} ({load.cached_blocks} cached)",
+                "\n".join(links),
+            )
         )
-    return table
+    return make_table(headers, rows, num_names=len(headers))
 
 
 def show_ranks(ranks: Iterable[inference_pb2.RankInfo]) -> str:

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from pdserve.config.load import from_pairs
+from pdserve.config.load import from_pairs, renaming
 from pdserve.config.worker import TRANSPORTS, FaultConfig, HandoffConfig
-from pdserve.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +48,8 @@ class HandoffOptions:
         config = from_pairs(HandoffConfig, self.handoff or (), "--handoff")
         if self.transports is None:
             return config
-        try:
+        with renaming({"transports": "--transports"}):
             return replace(config, transports=tuple(self.transports.replace(",", " ").split()))
-        except ConfigError as error:
-            raise ConfigError(f"--{error}") from error
 
     def prefill_faults(self) -> FaultConfig:
         """Returns what is to go wrong on prefill replicas."""

@@ -6,8 +6,15 @@ from typing import Annotated
 import typer
 
 from autoscaler.settings import PoolRange, ScalingSettings, parse_range
-from pdserve.config.load import from_pairs
+from pdserve.config.load import from_pairs, renaming
 from pdserve.errors import ConfigError
+
+SCALING_FLAGS = {
+    "most_in_all": "--max-replicas",
+    "ttft_s": "--ttft-target-s",
+    "tpot_s": "--tpot-target-s",
+}
+"""Flags of ScalingSettings that bear another name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +54,16 @@ class PoolOptions:
         Raises:
             ConfigError: a size is no range, or out of bounds.
         """
-        return replace(
-            from_pairs(ScalingSettings, self.scaling or (), "--scaling"),
-            prefill=_range(self.prefill, "--prefill", 0),
-            decode=_range(self.decode, "--decode", 1),
-            most_in_all=self.max_replicas,
-            ttft_s=self.ttft_target_s,
-            tpot_s=self.tpot_target_s,
-        )
+        settings = from_pairs(ScalingSettings, self.scaling or (), "--scaling")
+        with renaming(SCALING_FLAGS):
+            return replace(
+                settings,
+                prefill=read_size(self.prefill, "--prefill"),
+                decode=read_size(self.decode, "--decode", fewest=1),
+                most_in_all=self.max_replicas,
+                ttft_s=self.ttft_target_s,
+                tpot_s=self.tpot_target_s,
+            )
 
     def can_flip(self, settings: ScalingSettings, obstacle: str | None) -> bool:
         """Says whether replicas are started such that they can change their pool.
@@ -85,7 +94,12 @@ def first_size(bounds: PoolRange) -> int:
     return max(bounds.least, min(1, bounds.most))
 
 
-def _range(text: str, flag: str, fewest: int) -> PoolRange:
+def read_size(text: str, flag: str, *, fewest: int = 0) -> PoolRange:
+    """Reads the size of a pool.
+
+    Raises:
+        ConfigError: it is no range, or out of bounds; the text names the flag.
+    """
     if text.startswith("-"):
         raise ConfigError(f"{flag} must be at least {fewest}, got {text}")
     try:

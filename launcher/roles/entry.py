@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.model_source import resolve_model
-from pdserve.config.load import from_argv, name_flag, read_environment
+from pdserve.config.load import from_argv, read_environment, tell_by_flags
 from pdserve.config.router import RouterConfig
 from pdserve.config.stage import StageConfig
 from pdserve.config.worker import WorkerConfig
@@ -62,7 +62,7 @@ def _resolve(model: str, *, needs_weights: bool) -> Path:
 
 
 def _refuse(error: ConfigError, config_class: type) -> int:
-    _write_line(f"error: {name_flag(str(error), config_class)}")
+    _write_line(f"error: {tell_by_flags(error, config_class)}")
     return 2
 
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from pdserve.config.engine import EngineConfig
+from pdserve.config.load import PAIRS_FLAG, renaming
 from pdserve.config.log_level import LogLevel
+from pdserve.config.router import check_ports_differ
 from pdserve.config.worker import FaultConfig, HandoffConfig
 from pdserve.errors import ConfigError
 
@@ -66,9 +68,15 @@ class ClusterConfig:
     """Workers cancel requests whose router has been gone for this long."""
     worker_silence_s: float = 3.0
     """A worker whose stream says nothing for this long is dead to the router."""
-    handoff: HandoffConfig = field(default_factory=HandoffConfig)
-    prefill_faults: FaultConfig = field(default_factory=FaultConfig)
-    decode_faults: FaultConfig = field(default_factory=FaultConfig)
+    handoff: HandoffConfig = field(
+        default_factory=HandoffConfig, metadata={PAIRS_FLAG: "--handoff"}
+    )
+    prefill_faults: FaultConfig = field(
+        default_factory=FaultConfig, metadata={PAIRS_FLAG: "--prefill-fault"}
+    )
+    decode_faults: FaultConfig = field(
+        default_factory=FaultConfig, metadata={PAIRS_FLAG: "--decode-fault"}
+    )
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """`KEY` or `TENANT=KEY`; with any key set, calls without one are refused."""
     api_keys_file: str | None = None
@@ -82,11 +90,17 @@ class ClusterConfig:
             self.decode_tensor_parallel,
             self.decode_pipeline_parallel,
         )
-        return replace(
-            engine,
-            tensor_parallel=engine.tensor_parallel if tensor is None else tensor,
-            pipeline_parallel=engine.pipeline_parallel if stages is None else stages,
-        )
+        own = {
+            name: f"decode_{name}"
+            for name, value in (("tensor_parallel", tensor), ("pipeline_parallel", stages))
+            if value is not None
+        }
+        with renaming(own):
+            return replace(
+                engine,
+                tensor_parallel=engine.tensor_parallel if tensor is None else tensor,
+                pipeline_parallel=engine.pipeline_parallel if stages is None else stages,
+            )
 
     @property
     def flip_obstacle(self) -> str | None:
@@ -103,19 +117,28 @@ class ClusterConfig:
         return None
 
     def __post_init__(self) -> None:
-        """Checks pool sizes and numbers of ranks.
+        """Checks ports, pool sizes and numbers of ranks.
 
         Raises:
             ConfigError: one of them is out of range.
         """
+        check_ports_differ(
+            port=self.port,
+            http_port=None if self.no_http else self.http_port,
+            metrics_port=self.metrics_port,
+        )
         if self.num_prefill < 0:
-            raise ConfigError(f"num_prefill must be at least 0, got {self.num_prefill}")
+            raise ConfigError(
+                f"num_prefill must be at least 0, got {self.num_prefill}", settings=("num_prefill",)
+            )
         if self.fronts < 1:
-            raise ConfigError(f"fronts must be at least 1, got {self.fronts}")
+            raise ConfigError(f"fronts must be at least 1, got {self.fronts}", settings=("fronts",))
         if self.num_decode < 1:
-            raise ConfigError(f"num_decode must be at least 1, got {self.num_decode}")
+            raise ConfigError(
+                f"num_decode must be at least 1, got {self.num_decode}", settings=("num_decode",)
+            )
         if self.can_flip and self.flip_obstacle is not None:
-            raise ConfigError(f"can_flip must be off: {self.flip_obstacle}")
+            raise ConfigError(f"can_flip must be off: {self.flip_obstacle}", settings=("can_flip",))
 
 
 def _shape_of(engine: EngineConfig) -> str:

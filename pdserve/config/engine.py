@@ -81,18 +81,22 @@ class EngineConfig:
         """
         size = self.block_size
         if size < 1 or size > 128 or size & (size - 1):
-            raise ConfigError(f"block_size must be a power of two from 1 to 128, got {size}")
+            raise ConfigError(
+                f"block_size must be a power of two from 1 to 128, got {size}",
+                settings=("block_size",),
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
+                settings=("gpu_memory_utilization",),
             )
         for name, value in (
-            ("tensor_parallel_size", self.tensor_parallel),
-            ("pipeline_parallel_size", self.pipeline_parallel),
+            ("tensor_parallel", self.tensor_parallel),
+            ("pipeline_parallel", self.pipeline_parallel),
             ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
             ("max_model_len", self.max_model_len),
             ("kv_cache_memory_bytes", self.kv_cache_memory_bytes),
         ):
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+                raise ConfigError(f"{name} must be at least 1, got {value}", settings=(name,))

@@ -11,7 +11,8 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +24,11 @@ from pdserve.errors import ConfigError
 
 T = TypeVar("T")
 
+NCCL_FILES = (Path("~/.nccl.conf"), Path("/etc/nccl.conf"))
+"""Where NCCL reads settings beside its environment."""
 ENVIRONMENT_PREFIX = "PDSERVE_"
+PAIRS_FLAG = "pairs_flag"
+"""In a field's metadata: see Setting."""
 _FLAG_PREFIX = {"engine": "", "handoff": "handoff-", "faults": "fault-"}
 _RENAMED = {
     "redis_url": "redis",
@@ -33,6 +38,8 @@ _RENAMED = {
     "api_keys": "api-key",
     "profiles": "profile",
     "slo_classes": "slo-class",
+    "decode_tensor_parallel": "decode-tensor-parallel-size",
+    "decode_pipeline_parallel": "decode-pipeline-parallel-size",
     "num_prefill": "prefill",
     "num_decode": "decode",
 }
@@ -51,11 +58,15 @@ class Setting:
     """The annotated type without `None`."""
     is_required: bool
     default: object
+    pairs_flag: str | None = None
+    """The flag that takes NAME=VALUE of all fields of an inner configuration."""
 
     @property
     def flag(self) -> str:
         """The flag, with its dashes."""
         name = self.path[-1]
+        if self.pairs_flag is not None:
+            return f"{self.pairs_flag} {name}"
         prefix = "".join(_FLAG_PREFIX[outer] for outer in self.path[:-1])
         return f"--{prefix}{_RENAMED.get(name, name.replace('_', '-'))}"
 
@@ -166,19 +177,30 @@ def from_pairs(config_class: type[T], pairs: Sequence[str], source: str) -> T:
         if name not in settings:
             raise ConfigError(f"{source} knows {', '.join(settings)}, got {name[:64]!r}")
         values[settings[name].path] = settings[name].parse(text, f"{source} {name}")
-    return _build(config_class, values)
+    with renaming({name: f"{source} {name}" for name in settings}):
+        return _build(config_class, values)
 
 
-def name_flag(text: str, config_class: type) -> str:
-    """Names the flag where a refusal begins with the field: `--max-model-len must be ...`."""
-    field, must, rest = text.partition(" must ")
-    for setting in settings_of(config_class) if must else ():
-        # Other prefixes stand for settings that not every command has a flag for.
-        if not set(setting.path[:-1]) <= {"engine"}:
-            continue
-        if field in (setting.path[-1], setting.flag[2:].replace("-", "_")):
-            return f"{setting.flag}{must}{rest}"
-    return text
+def tell_by_flags(error: ConfigError, config_class: type) -> str:
+    """Returns what is wrong in the words of whoever typed flags: `--max-model-len must be ...`.
+
+    Args:
+        error: what is wrong.
+        config_class: what the flags make. Settings that are no field of it are those of a command
+            whose parameters have the same names.
+    """
+    names = {name: "--" + name.replace("_", "-") for name in error.settings if name[0] != "-"}
+    names |= {setting.path[-1]: setting.flag for setting in settings_of(config_class)}
+    return str(error.renamed(names))
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Names settings in refusals as whoever chose them knows them."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error.renamed(names) from error
 
 
 def settings_of(config_class: type) -> tuple[Setting, ...]:
@@ -188,13 +210,14 @@ def settings_of(config_class: type) -> tuple[Setting, ...]:
     for field in fields(config_class):
         kind = _without_none(hints[field.name])
         if isinstance(kind, type) and is_dataclass(kind):
-            inner = settings_of(kind)
+            inner, pairs_flag = settings_of(kind), field.metadata.get(PAIRS_FLAG)
             found += [
                 Setting(
                     path=(field.name, *s.path),
                     kind=s.kind,
                     is_required=s.is_required,
                     default=s.default,
+                    pairs_flag=pairs_flag,
                 )
                 for s in inner
             ]
@@ -250,6 +273,26 @@ def parse_size(text: str) -> int:
 def read_visible_gpus() -> str | None:
     """Returns CUDA_VISIBLE_DEVICES of this process; None where it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def names_nccl_interface() -> bool:
+    """Says whether this node's user or administrator chose NCCL's network interface or family.
+
+    In the environment, or in a file that NCCL reads, which the environment would overrule.
+    """
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID")
+    if any(os.environ.get(name) for name in names):
+        return True
+    own = os.environ.get("NCCL_CONF_FILE")
+    files = NCCL_FILES if own is None else (Path(own), *NCCL_FILES)
+    for path in files:
+        try:
+            lines = path.expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        if any(line.strip().startswith(names) for line in lines):
+            return True
+    return False
 
 
 def read_runtime_folder() -> str | None:

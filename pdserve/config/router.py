@@ -1,6 +1,7 @@
 """Settings of a router front."""
 
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from pdserve.config.log_level import LogLevel
 from pdserve.errors import ConfigError
@@ -30,12 +31,13 @@ class RouterConfig:
     local_prefill_tokens: int = 0
     """A decode worker prefills a prompt of which at most this much is uncached there; 0: never."""
     max_queued: int = 1024
-    """Requests waiting for a place; one more is refused with RESOURCE_EXHAUSTED."""
+    """Requests waiting for a place, of all fronts; one more is refused with RESOURCE_EXHAUSTED."""
     profiles: tuple[str, ...] = ()
     """Profile files that the predictor starts from; without any it learns from what it sees."""
     slo_classes: tuple[str, ...] = ()
     """`NAME=ttft_s:S,tpot_s:S,priority:N`: what requests of a class want."""
     max_in_flight: int = 4096
+    """Likewise of requests that have not ended."""
     max_request_bytes: int = 16 * 1024 * 1024
     max_client_buffer_bytes: int = 256 * 1024
     """Buffered for a client that does not read; past it the request is cancelled alone."""
@@ -74,9 +76,29 @@ class RouterConfig:
         Raises:
             ConfigError: a number is out of range.
         """
+        check_ports_differ(
+            port=self.port,
+            http_port=None if self.no_http else self.http_port,
+            metrics_port=self.metrics_port,
+        )
         if self.fronts < 1:
-            raise ConfigError(f"fronts must be at least 1, got {self.fronts}")
+            raise ConfigError(f"fronts must be at least 1, got {self.fronts}", settings=("fronts",))
         if self.brain_silence_s <= BRAIN_BEAT_S:
             raise ConfigError(
-                f"brain_silence_s must be over {BRAIN_BEAT_S}, got {self.brain_silence_s}"
+                f"brain_silence_s must be over {BRAIN_BEAT_S}, got {self.brain_silence_s}",
+                settings=("brain_silence_s",),
+            )
+
+
+def check_ports_differ(*, port: int, http_port: int | None, metrics_port: int) -> None:
+    """Checks that a router's listeners do not want one port; 0 is any that is free.
+
+    Raises:
+        ConfigError: two of them do.
+    """
+    given = {"port": port, "http_port": http_port, "metrics_port": metrics_port}
+    for (one, first), (other, second) in combinations(given.items(), 2):
+        if first and first == second:
+            raise ConfigError(
+                f"{other} must differ from {one}, got {second} for both", settings=(other, one)
             )

@@ -88,19 +88,22 @@ def check_parallel(
         ("pipeline_parallel", pipeline_parallel),
     ):
         if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
+            raise ConfigError(f"{name} must be at least 1, got {value}", settings=(name,))
     if num_kv_heads % tensor_parallel and tensor_parallel % num_kv_heads:
         raise ConfigError(
             f"tensor_parallel must divide the {num_kv_heads} KV heads or be a multiple of them, "
-            f"got {tensor_parallel}"
+            f"got {tensor_parallel}",
+            settings=("tensor_parallel",),
         )
     if num_heads is not None and num_heads % tensor_parallel:
         raise ConfigError(
-            f"tensor_parallel must divide the {num_heads} heads, got {tensor_parallel}"
+            f"tensor_parallel must divide the {num_heads} heads, got {tensor_parallel}",
+            settings=("tensor_parallel",),
         )
     if pipeline_parallel > num_layers:
         raise ConfigError(
-            f"pipeline_parallel must be at most the {num_layers} layers, got {pipeline_parallel}"
+            f"pipeline_parallel must be at most the {num_layers} layers, got {pipeline_parallel}",
+            settings=("pipeline_parallel",),
         )
 
 

@@ -36,4 +36,4 @@ class StageConfig:
             ConfigError: it is the first, or none.
         """
         if self.stage < 1:
-            raise ConfigError(f"stage must be at least 1, got {self.stage}")
+            raise ConfigError(f"stage must be at least 1, got {self.stage}", settings=("stage",))

@@ -47,7 +47,7 @@ class HandoffConfig:
     hold_s: float = 20.0
     """How long computed KV waits on prefill for a decode worker."""
     call_timeout_s: float = 5.0
-    """Deadline of one control call."""
+    """Deadline of one control call: Reserve, Commit, Abort, Renew."""
     frame_timeout_s: float = 10.0
     """Deadline of one frame's transfer; a link that misses it is dead for good."""
     connect_timeout_s: float = 5.0
@@ -70,10 +70,14 @@ class HandoffConfig:
         if not wished or len(set(wished)) < len(wished) or not set(wished) <= set(TRANSPORTS):
             raise ConfigError(
                 f"transports must be some of {', '.join(TRANSPORTS)}, each once, "
-                f"got {' '.join(wished)[:64]!r}"
+                f"got {' '.join(wished)[:64]!r}",
+                settings=("transports",),
             )
         if self.ring_slots > MAX_RING_SLOTS:
-            raise ConfigError(f"ring_slots must be at most {MAX_RING_SLOTS}, got {self.ring_slots}")
+            raise ConfigError(
+                f"ring_slots must be at most {MAX_RING_SLOTS}, got {self.ring_slots}",
+                settings=("ring_slots",),
+            )
         for name, value in (
             ("ring_slots", self.ring_slots),
             ("max_device_links", self.max_device_links),
@@ -82,7 +86,7 @@ class HandoffConfig:
             ("pack_programs", 1 if self.pack_programs is None else self.pack_programs),
         ):
             if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+                raise ConfigError(f"{name} must be at least 1, got {value}", settings=(name,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,16 +155,25 @@ class WorkerConfig:
                 positive.
         """
         if self.handoff.frame_layers is not None and self.handoff.frame_layers < 1:
-            raise ConfigError(f"frame_layers must be at least 1, got {self.handoff.frame_layers}")
+            raise ConfigError(
+                f"frame_layers must be at least 1, got {self.handoff.frame_layers}",
+                settings=("frame_layers",),
+            )
         if (self.handoff.frame_tokens or 0) % self.engine.block_size:
             raise ConfigError(
                 f"frame_tokens must be a multiple of block_size {self.engine.block_size}, "
-                f"got {self.handoff.frame_tokens}"
+                f"got {self.handoff.frame_tokens}",
+                settings=("frame_tokens", "block_size"),
             )
         if self.can_flip and self.has_remote_stages:
-            raise ConfigError("can_flip must be off with spread_stages")
+            raise ConfigError(
+                "can_flip must be off with spread_stages", settings=("can_flip", "spread_stages")
+            )
         if self.stage_silence_s <= 0:
-            raise ConfigError(f"stage_silence_s must be above 0, got {self.stage_silence_s:g}")
+            raise ConfigError(
+                f"stage_silence_s must be above 0, got {self.stage_silence_s:g}",
+                settings=("stage_silence_s",),
+            )
 
     @property
     def roles(self) -> tuple[Role, ...]:

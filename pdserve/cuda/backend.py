@@ -364,4 +364,7 @@ def _connect_stages(
 
 def _check(job: LoadJob) -> None:
     if not torch.cuda.is_available():
-        raise ConfigError("device cuda needs a CUDA GPU and a torch built for it, found none")
+        raise ConfigError(
+            "device cuda needs a CUDA GPU and a torch built for it, found none",
+            settings=("device",),
+        )

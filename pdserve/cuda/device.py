@@ -61,12 +61,16 @@ class Device:
         if not self.is_cuda:
             return
         if not torch.cuda.is_available():
-            raise ConfigError("device cuda needs a CUDA GPU and a torch built for it, found none")
+            raise ConfigError(
+                "device cuda needs a CUDA GPU and a torch built for it, found none",
+                settings=("device",),
+            )
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             raise ConfigError(
                 f"device cuda needs compute capability {MIN_CAPABILITY}, "
-                f"{torch.cuda.get_device_name(device)} has {capability}"
+                f"{torch.cuda.get_device_name(device)} has {capability}",
+                settings=("device",),
             )
         self.has_dependent_launch = capability >= DEPENDENT_LAUNCH_CAPABILITY
         if capability[0] == HOPPER and not has_known_gluon():

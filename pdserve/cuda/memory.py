@@ -59,9 +59,10 @@ def fit_blocks(
     room = picture.kv_bytes
     if wished_bytes is not None and wished_bytes > room:
         raise ConfigError(
-            f"kv_cache_memory must be at most {room} bytes, what weights, graphs and buffers leave "
-            f"of {_gib(picture.total_bytes)} at gpu_memory_utilization {picture.utilization}, "
-            f"got {wished_bytes}"
+            f"kv_cache_memory_bytes must be at most {room} bytes, what weights, graphs and buffers "
+            f"leave of {_gib(picture.total_bytes)} at gpu_memory_utilization "
+            f"{picture.utilization}, got {wished_bytes}",
+            settings=("kv_cache_memory_bytes", "gpu_memory_utilization"),
         )
     num_blocks = (room if wished_bytes is None else wished_bytes) // block_bytes
     num_tokens = num_blocks * block_size
@@ -70,12 +71,14 @@ def fit_blocks(
             f"KV needs at least {MIN_BLOCKS * block_bytes} bytes ({MIN_BLOCKS} blocks), "
             f"{room} are left: {_gib(picture.free_bytes)} free of {_gib(picture.total_bytes)}, "
             f"{_gib(picture.own_bytes)} taken by weights and buffers, at gpu_memory_utilization "
-            f"{picture.utilization}"
+            f"{picture.utilization}",
+            settings=("gpu_memory_utilization",),
         )
     if wished_tokens is not None and num_tokens < wished_tokens:
         raise ConfigError(
             f"max_model_len must be at most {num_tokens}, the tokens that {num_blocks} KV blocks "
-            f"of {block_bytes} bytes hold, got {wished_tokens}"
+            f"of {block_bytes} bytes hold, got {wished_tokens}",
+            settings=("max_model_len",),
         )
     return num_blocks
 

@@ -57,7 +57,8 @@ def make_rotary_tables(
     if isinstance(scaling, DynamicScaling) and max_model_len > scaling.original_max_position:
         raise ConfigError(
             "device cuda cannot stretch dynamic rope scaling: max_model_len must be at most "
-            f"{scaling.original_max_position}, got {max_model_len}"
+            f"{scaling.original_max_position}, got {max_model_len}",
+            settings=("device", "max_model_len"),
         )
     frequencies = make_frequencies(config.head_dim, config.rope_theta, scaling)
     angles = torch.outer(torch.arange(max_model_len).float(), frequencies.inverse)

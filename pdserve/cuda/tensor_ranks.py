@@ -256,8 +256,9 @@ def connect_tensor_ranks(
         ]
     except CudaFault as error:
         raise ConfigError(
-            "tensor_parallel_size: the GPUs of a replica must reach each other's memory, as over "
-            f"NVLink: {error}"
+            "tensor_parallel: the GPUs of a replica must reach each other's memory, as over "
+            f"NVLink: {error}",
+            settings=("tensor_parallel",),
         ) from None
     rings = tuple(view(one) for one in memory)
     ring = PeerRing(

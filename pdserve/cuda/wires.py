@@ -99,7 +99,8 @@ def connect_nccl_wires(
         return _meet(own_id, SENDER, device), source
     except NcclFault as error:
         raise ConfigError(
-            f"device cuda: stages on several hosts need NCCL between their GPUs: {error}"
+            f"device cuda: stages on several hosts need NCCL between their GPUs: {error}",
+            settings=("device",),
         ) from None
 
 

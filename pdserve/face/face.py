@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.config.load import name_flag
+from pdserve.config.load import tell_by_flags
 from pdserve.config.shape import ITEM_BYTES
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, PdserveError
@@ -29,7 +29,7 @@ from pdserve.face.peers import PeerCalls
 from pdserve.face.progress import ProgressMonitor
 from pdserve.face.rank_group import RankGroup, start_ranks
 from pdserve.face.rank_process import RankHandlers, RankProcess
-from pdserve.face.service import WorkerService, new_worker_info
+from pdserve.face.service import LiveInfo, WorkerService, new_worker_info
 from pdserve.face.services import FaceServices
 from pdserve.face.stage_claims import ClaimedStage, StageClaimer
 from pdserve.face.streams import FrontStreams
@@ -63,6 +63,7 @@ class Face:
         self._incarnation = Incarnation(secrets.randbits(64))
         role = config.role.value
         self._info = new_worker_info(config.worker_id, role, self._incarnation, os.getpid())
+        self._live = LiveInfo(self._info)
         self._monitor = ProgressMonitor(self._clock, config.frozen_after_s)
         self._collector = WorkerCollector(config.engine.model, config.worker_id, role)
         self._log = TokenLog(self._clock)
@@ -129,7 +130,7 @@ class Face:
                 self._streams,
                 self._cache,
                 self._log,
-                self._info,
+                self._live,
                 self._patience_s,
             )
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
@@ -277,10 +278,8 @@ class Face:
         self._monitor.observe(heartbeat.progress, heartbeat.predicted_step_s)
         self._collector.observe(heartbeat)
         self._collector.num_refused = 0 if self._ranks is None else self._ranks.num_refused
-        self._info.load.CopyFrom(heartbeat.load)
-        self._info.ledger.CopyFrom(heartbeat.ledger)
-        self._info.ClearField("links")
-        self._info.links.extend(heartbeat.links)
+        self._streams.remember(self._live.heartbeat.load.samples)
+        self._live.heartbeat = heartbeat
         if heartbeat.is_drained:
             self._drained.set()
 
@@ -297,7 +296,7 @@ class Face:
         _say(self._config, f"{phase.name} {phase.seconds:.1f} s{detail}")
 
     def _load(self) -> tuple[types_pb2.WorkerLoad, bool]:
-        return self._info.load, self._info.state == "draining"
+        return self._live.heartbeat.load, self._info.state == "draining"
 
     def _on_signal(self) -> None:
         if self._info.state == "ready":
@@ -392,6 +391,6 @@ def _say(config: WorkerConfig, text: str) -> None:
 
 def report_config_error(error: ConfigError) -> int:
     """Prints one clear line and returns the exit status of a mistake the user can mend."""
-    text = name_flag(str(error), WorkerConfig)
+    text = tell_by_flags(error, WorkerConfig)
     print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for people
     return 2

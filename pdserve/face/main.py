@@ -42,7 +42,9 @@ def run_worker(
         services: of each role that it may have.
     """
     if not set(config.roles) <= set(services):
-        return report_config_error(ConfigError("can_flip must be off: this program has one role"))
+        return report_config_error(
+            ConfigError("can_flip must be off: this program has one role", settings=("can_flip",))
+        )
     configure_logging(config.log_level, fields={"worker_id": config.worker_id, "process": "face"})
 
     async def serve() -> int:

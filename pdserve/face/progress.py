@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pdserve.timeline import Clock
+from pdserve.timeline import Clock, PauseWatch
 
 
 @dataclass(slots=True)
@@ -19,11 +19,12 @@ class ProgressMonitor:
     _progress: int = 0
     _predicted_step_s: float = 0.0
     _moved_at_s: float = field(init=False)
-    _looked_at_s: float = field(init=False)
+    _own_pause: PauseWatch = field(init=False)
 
     def __post_init__(self) -> None:
         """Counts from now."""
-        self._moved_at_s = self._looked_at_s = self.clock.now()
+        self._moved_at_s = self.clock.now()
+        self._own_pause = PauseWatch(self.frozen_after_s / 2, self._moved_at_s)
 
     def look(self) -> bool:
         """Judges the rank; called many times within `frozen_after_s`.
@@ -32,9 +33,8 @@ class ProgressMonitor:
         said meanwhile has not been read yet: its silence counts from now.
         """
         now_s = self.clock.now()
-        if now_s - self._looked_at_s > self.frozen_after_s / 2:
+        if self._own_pause.look(now_s):
             self._moved_at_s = now_s
-        self._looked_at_s = now_s
         return self.is_frozen
 
     def observe(self, progress: int, predicted_step_s: float) -> None:

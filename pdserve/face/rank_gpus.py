@@ -21,6 +21,7 @@ def deal_gpus(visible: str | None, num_ranks: int) -> tuple[str, ...]:
     if len(names) < num_ranks:
         raise ConfigError(
             f"device cuda: {num_ranks} ranks need a GPU each, and {VISIBLE_GPUS} shows "
-            f"{len(names)} ({visible})"
+            f"{len(names)} ({visible})",
+            settings=("device",),
         )
     return names[:num_ranks]

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pdserve.config.load import names_nccl_interface
 from pdserve.config.wire import worker_config_to_json
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, DeadlineExceeded, PdserveError, WorkerLost
+from pdserve.face.nccl_interface import list_interfaces, nccl_environment
 from pdserve.face.rank_gpus import VISIBLE_GPUS
 from pdserve.process import ChildProcess, spawn
 from pdserve.request import Incarnation, Role
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed, make_pair
 from pdserve.rpc.error_parts import error_from_parts
+from pdserve.rpc.server import resolve_host
 from pdserve.rpc.v1 import rank_pb2
 
 logger = logging.getLogger(__name__)
@@ -205,6 +208,8 @@ def spawn_rank(
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if place.gpu is not None:
         environment[VISIBLE_GPUS] = place.gpu
+    if config.engine.device == "cuda" and not names_nccl_interface():
+        environment |= nccl_environment(resolve_host(config.host), list_interfaces())
     child = spawn(
         argv,
         pass_fds=(theirs.fileno(), *place.rank_fds),

@@ -1,8 +1,9 @@
 """One outbound stream per router front: what the token log has for it, and load figures."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
+from pdserve.face.past_samples import PastSamples
 from pdserve.face.token_log import TokenLog
 from pdserve.request import FrontId, Incarnation, RequestId
 from pdserve.rpc.v1 import types_pb2, worker_pb2
@@ -27,6 +28,7 @@ class FrontStreams:
         self._incarnation = incarnation
         self._clock = clock
         self._load = load
+        self._past_samples = PastSamples()
         self._wakers: dict[FrontId, asyncio.Event] = {}
         self._gone_since_s: dict[FrontId, float] = {}
 
@@ -38,6 +40,10 @@ class FrontStreams:
             waker.set()
         else:
             self._gone_since_s.setdefault(front_id, self._clock.now())
+
+    def remember(self, samples: Iterable[types_pb2.StepSample]) -> None:
+        """Keeps samples of a report that the next one has replaced."""
+        self._past_samples.add(samples)
 
     async def serve(
         self, request: worker_pb2.StreamRequest
@@ -53,6 +59,8 @@ class FrontStreams:
         self._log.resume(front_id, list(request.resumes))
         batch = self._batch(front_id, None)
         last_report = batch.load.report
+        if request.wants_past_samples:
+            batch.past_samples.extend(self._past_samples)
         try:
             yield batch
             while self._wakers.get(front_id) is waker:

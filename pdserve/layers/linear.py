@@ -149,7 +149,8 @@ def choose_backend(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Lin
                 return backend
     raise ConfigError(
         "float32 products on this CPU depend on the batch size, so equal output cannot be "
-        "promised; use dtype bfloat16"
+        "promised; use dtype bfloat16",
+        settings=("dtype",),
     )
 
 
@@ -177,7 +178,8 @@ def check_cuts(
                 raise ConfigError(
                     f"tensor_parallel: float32 products on this CPU depend on how many outputs "
                     f"they have ({num_cut} of {num_whole}), so equal output cannot be promised; "
-                    "use tensor_parallel 1 or dtype bfloat16"
+                    "use tensor_parallel 1 or dtype bfloat16",
+                    settings=("tensor_parallel", "dtype"),
                 )
 
 

@@ -187,7 +187,8 @@ class Shard:
         if self.whole.intermediate_size < VECTOR_VALUES * self.tensor_parallel > VECTOR_VALUES:
             raise ConfigError(
                 f"tensor_parallel must be at most intermediate_size {self.whole.intermediate_size} "
-                f"/ {VECTOR_VALUES}, got {self.tensor_parallel}"
+                f"/ {VECTOR_VALUES}, got {self.tensor_parallel}",
+                settings=("tensor_parallel",),
             )
 
     @property

@@ -90,7 +90,8 @@ def effective_max_model_len(config: ModelConfig, max_model_len: int | None) -> i
         return config.max_position
     if max_model_len > config.max_position:
         raise ConfigError(
-            f"max_model_len must be at most the model's {config.max_position}, got {max_model_len}"
+            f"max_model_len must be at most the model's {config.max_position}, got {max_model_len}",
+            settings=("max_model_len",),
         )
     return max_model_len
 

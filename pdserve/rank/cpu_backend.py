@@ -44,7 +44,8 @@ def _num_blocks(job: LoadJob) -> int:
     num_blocks = kv_bytes // block_bytes
     if num_blocks < 2:
         raise ConfigError(
-            f"kv_cache_memory must be at least {2 * block_bytes} bytes (two KV blocks), "
-            f"got {kv_bytes}"
+            f"kv_cache_memory_bytes must be at least {2 * block_bytes} bytes (two KV blocks), "
+            f"got {kv_bytes}",
+            settings=("kv_cache_memory_bytes",),
         )
     return num_blocks

@@ -17,6 +17,7 @@ from pdserve.cache.cached_granules import CachedGranules
 from pdserve.cache.kv_marks import KvMarks
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import ATTENTION_TILE_TOKENS
+from pdserve.config.load import tell_by_flags
 from pdserve.config.model import KvGeometry, ModelConfig
 from pdserve.config.wire import worker_config_from_json
 from pdserve.config.worker import WorkerConfig
@@ -103,13 +104,15 @@ def run_rank(
                 context = replace(context, runner=SpanRunner(context.runner, spans, clock))
             _lead_on(context, build, describe)
     except ConfigError as error:
-        outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=True)))
+        failed = rank_pb2.RankFailed(message=tell_by_flags(error, WorkerConfig), is_user_error=True)
+        outbox.send(rank_pb2.FromRank(failed=failed))
         return 2
     except ChannelClosed:
         logger.info("face or rank is gone", extra={"worker_id": config.worker_id})
     except Exception as error:
         logger.exception("rank failed", extra={"worker_id": config.worker_id})
-        outbox.send(rank_pb2.FromRank(failed=_failure(error, is_user_error=False)))
+        failed = rank_pb2.RankFailed(message=str(error), is_user_error=False)
+        outbox.send(rank_pb2.FromRank(failed=failed))
         return 1
     return 0
 
@@ -223,10 +226,6 @@ def _lead(context: RankContext, engine: Engine) -> rank_pb2.ChangeRole | None:
             granules=context.granules,
         )
         return loop.run()
-
-
-def _failure(error: Exception, *, is_user_error: bool) -> rank_pb2.RankFailed:
-    return rank_pb2.RankFailed(message=str(error), is_user_error=is_user_error)
 
 
 def _load(

@@ -148,19 +148,19 @@ def resolve_host(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"host {host!r} does not resolve: {error}") from error
+        raise ConfigError(f"host {host!r} does not resolve: {error}", settings=("host",)) from error
     in_order = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(in_order[0][4][0])
 
 
-def bind_shared_port(host: str, port: int) -> socket.socket:
+def bind_shared_port(host: str, port: int, setting: str = "port") -> socket.socket:
     """Reserves a port for listeners that share it; returns what holds it, which listens not.
 
     Raises:
         ConfigError: the host does not resolve, or the port is in use or forbidden.
     """
     address = resolve_host(host)
-    check_port_is_free(address, port)
+    check_port_is_free(address, port, setting)
     holder = shared_socket(address)
     try:
         holder.bind((address, port))
@@ -180,14 +180,19 @@ def shared_socket(address: str) -> socket.socket:
     return sock
 
 
-def check_port_is_free(address: str, port: int) -> None:
+def check_port_is_free(address: str, port: int, setting: str = "port") -> None:
     """Tries to bind, so that the reason is named before gRPC logs its own story.
+
+    Args:
+        address: a numeric one.
+        port: of it.
+        setting: the field of the configuration that names the port.
 
     Raises:
         ConfigError: the port is in use, forbidden, or the address is not of this machine.
     """
     if not 0 <= port <= 65535:
-        raise ConfigError(f"port must be from 0 to 65535, got {port}")
+        raise ConfigError(f"{setting} must be from 0 to 65535, got {port}", settings=(setting,))
     is_v6 = ipaddress.ip_address(address.split("%")[0]).version == 6
     with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -196,7 +201,8 @@ def check_port_is_free(address: str, port: int) -> None:
         except OSError as error:
             where = join_address(address, port)
             if error.errno == errno.EADDRINUSE:
-                raise ConfigError(f"port {port} is already in use ({where})") from error
+                text = f"{setting} {port} is already in use ({where})"
+                raise ConfigError(text, settings=(setting,)) from error
             raise ConfigError(f"cannot listen on {where}: {error.strerror}") from error
 
 

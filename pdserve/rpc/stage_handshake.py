@@ -48,7 +48,8 @@ def check_token(token: str | None) -> bytes:
         have = 0 if token is None else len(token)
         raise ConfigError(
             f"stage_token must have at least {MIN_TOKEN_CHARS} characters (PDSERVE_STAGE_TOKEN, "
-            f"the same for a worker and its stages), got {have}"
+            f"the same for a worker and its stages), got {have}",
+            settings=("stage_token",),
         )
     return token.encode()
 

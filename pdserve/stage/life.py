@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pdserve.config.load import read_visible_gpus
+from pdserve.config.load import read_visible_gpus, tell_by_flags
 from pdserve.config.stage import StageConfig
 from pdserve.config.wire import worker_config_from_json
 from pdserve.config.worker import WorkerConfig
@@ -107,8 +107,9 @@ class StageLife:
             if worker.engine.device == "cuda":
                 gpus = deal_gpus(read_visible_gpus(), tensor)
         except ConfigError as error:
-            await self._refuse(str(error))
-            raise StageEnded(str(error)) from error
+            text = tell_by_flags(error, WorkerConfig)
+            await self._refuse(text)
+            raise StageEnded(text) from error
         for rank, gpu in zip(ranks, gpus, strict=True):
             connection = self._steps[rank].detach()
             prepare_stream(connection, start.silence_s)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import socket
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ from pdserve.exposition import Exposes
 from pdserve.request import Role
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
 from pdserve.rpc.v1 import brain_pb2, inference_pb2
+from router.admission import AdmittedLoad
 from router.brain.parts import Brain
 from router.brain.session import Session
 from router.brain.talk import Talk
+from router.run_settings import front_name
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class Door:
         """
         self._brain = brain
         self._exposition = exposition
+        self._started_s = brain.clock.now()
         self._numbers = itertools.count(1)
         self._sessions: dict[Session, Talk] = {}
         self._owners: dict[str, int] = {}
@@ -82,13 +86,30 @@ class Door:
                 text = await asyncio.to_thread(self._exposition.generate)
                 return brain_pb2.FrontReply(metrics=text.decode())
             case "info":
-                pool = self._brain.pool
-                info = inference_pb2.GetServerInfoResponse(
-                    num_prefill=pool.num_available(Role.PREFILL),
-                    num_decode=pool.num_available(Role.DECODE),
-                )
-                return brain_pb2.FrontReply(info=info)
+                return brain_pb2.FrontReply(info=self._describe())
         return None
+
+    def _describe(self) -> inference_pb2.GetServerInfoResponse:
+        """Describes the brain, and fronts that say nothing."""
+        pool = self._brain.pool
+        silent = [
+            inference_pb2.RouterProcess(
+                name=front_name(one.front_number), pid=one.front_pid, state="silent"
+            )
+            for one in self._sessions
+            if not one.is_heard
+        ]
+        own = inference_pb2.RouterProcess(
+            name="brain",
+            pid=os.getpid(),
+            state="serving",
+            uptime_s=self._brain.clock.now() - self._started_s,
+        )
+        return inference_pb2.GetServerInfoResponse(
+            num_prefill=pool.num_available(Role.PREFILL),
+            num_decode=pool.num_available(Role.DECODE),
+            processes=[*silent, own],
+        )
 
     async def _serve(self, talk: Talk) -> None:
         writing = asyncio.create_task(talk.write())
@@ -116,7 +137,7 @@ class Door:
         self, talk: Talk, hello: brain_pb2.FrontHello, words: list[brain_pb2.Word]
     ) -> None:
         with self._session(talk, hello) as session:
-            beating = asyncio.create_task(session.beat())
+            beating = asyncio.create_task(session.beat(lambda: self._load_beside(session)))
             try:
                 while True:
                     for word in words:
@@ -127,6 +148,13 @@ class Door:
                     words = list(await talk.listen())
             finally:
                 beating.cancel()
+
+    def _load_beside(self, session: Session) -> AdmittedLoad:
+        others = [one.load for one in self._sessions if one is not session]
+        return AdmittedLoad(
+            num_in_flight=sum(load.num_in_flight for load in others),
+            num_waiting=sum(load.num_waiting for load in others),
+        )
 
     @contextlib.contextmanager
     def _session(self, talk: Talk, hello: brain_pb2.FrontHello) -> Iterator[Session]:

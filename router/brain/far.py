@@ -9,6 +9,7 @@ from pdserve.registry.base import Registry
 from pdserve.request import FrontId
 from pdserve.rpc.v1 import brain_pb2
 from pdserve.timeline import Clock
+from router.admission import AdmittedLoad
 from router.brain.link import BrainLink
 from router.brain.remote_placer import RemotePlacer, make_hello
 from router.fleet import Fleet
@@ -87,6 +88,15 @@ class FarBrain:
     def hello(self) -> brain_pb2.FrontHello:
         """Returns who this is, and all that is in flight."""
         return make_hello(self._front_id, self._number, self._book)
+
+    def load(self) -> AdmittedLoad:
+        """Returns what this front has admitted."""
+        return AdmittedLoad() if self._desk is None else self._desk.admission.load
+
+    def on_load(self, others: AdmittedLoad) -> None:
+        """Counts what other fronts have towards the limits of all."""
+        if self._desk is not None:
+            self._desk.admission.others = others
 
     def on_change(self) -> None:
         """Wakes all who wait for a worker, or for the brain."""

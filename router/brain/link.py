@@ -18,7 +18,9 @@ from pdserve.config.router import BRAIN_BEAT_S
 from pdserve.errors import NoBrain
 from pdserve.rpc.channel import AsyncChannel, ChannelClosed
 from pdserve.rpc.v1 import brain_pb2
+from router.admission import AdmittedLoad
 from router.brain.talk import Talk
+from router.brain.wire import load_from_wire, load_to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,14 @@ class LinkListener(Protocol):
 
     def on_change(self) -> None:
         """Takes note that asking again may help."""
+        ...
+
+    def load(self) -> AdmittedLoad:
+        """Returns what this front has admitted."""
+        ...
+
+    def on_load(self, others: AdmittedLoad) -> None:
+        """Takes note of what all other fronts have admitted."""
         ...
 
     async def on_question(self, question: brain_pb2.FrontQuestion) -> brain_pb2.FrontReply:
@@ -168,7 +178,7 @@ class BrainLink:
         self._talk = talk
         tasks = [
             asyncio.create_task(talk.write(), name="brain-words"),
-            asyncio.create_task(_beat(talk), name="brain-beats"),
+            asyncio.create_task(self._beat(talk), name="brain-beats"),
         ]
         try:
             while True:
@@ -202,6 +212,7 @@ class BrainLink:
                     pending.answer.set_result(word.placed)
             case "beat":
                 self._prolong(word.beat.waiting)
+                self._listener.on_load(load_from_wire(word.beat.load))
             case "change":
                 self._listener.on_change()
             case "welcome":
@@ -235,9 +246,9 @@ class BrainLink:
         reply.number = question.number
         self.say(brain_pb2.Word(reply=reply))
 
-
-async def _beat(talk: Talk) -> None:
-    """Says that this front lives, until cancelled."""
-    while True:
-        await asyncio.sleep(BRAIN_BEAT_S)
-        talk.say(brain_pb2.Word(beat=brain_pb2.BrainBeat()))
+    async def _beat(self, talk: Talk) -> None:
+        """Says that this front lives, and what it has, until cancelled."""
+        while True:
+            await asyncio.sleep(BRAIN_BEAT_S)
+            beat = brain_pb2.BrainBeat(load=load_to_wire(self._listener.load()))
+            talk.say(brain_pb2.Word(beat=beat))

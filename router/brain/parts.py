@@ -59,6 +59,7 @@ class Brain:
         """
         engine = "0" if config.brain_socket is None else "brain"
         fleet = Fleet(config.worker_silence_s)
+        self.clock = clock
         self.book = LoadBook(fleet, clock)
         self._share = None if loads is None else LoadShare(front_id, fleet, loads, clock)
         self._predictor = Predictor(read_profiles(config.profiles))

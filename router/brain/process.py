@@ -15,7 +15,7 @@ from pathlib import Path
 import uvloop
 from prometheus_client import CollectorRegistry, Gauge
 
-from pdserve.config.load import name_flag
+from pdserve.config.load import tell_by_flags
 from pdserve.config.router import RouterConfig
 from pdserve.errors import ConfigError
 from pdserve.exposition import TextExposition, join_expositions
@@ -136,7 +136,7 @@ def run(config: RouterConfig) -> int:
     try:
         uvloop.run(serve(config))
     except ConfigError as error:
-        sys.stderr.write(f"error: {name_flag(str(error), RouterConfig)}\n")
+        sys.stderr.write(f"error: {tell_by_flags(error, RouterConfig)}\n")
         return EXIT_CONFIG
     return 0
 

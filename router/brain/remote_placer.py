@@ -3,6 +3,7 @@
 The book is what this front tells a brain that has just started, or that it has just found again.
 """
 
+import os
 from collections.abc import Collection, Sequence
 
 from pdserve.request import FrontId, RequestId
@@ -95,4 +96,6 @@ class RemotePlacer:
 def make_hello(front_id: FrontId, number: int, book: LoadBook) -> brain_pb2.FrontHello:
     """Returns who a front is, and what it has at workers."""
     holdings = [holding_to_wire(one) for one in book.holdings()]
-    return brain_pb2.FrontHello(front_id=front_id, number=number, holdings=holdings)
+    return brain_pb2.FrontHello(
+        front_id=front_id, number=number, pid=os.getpid(), holdings=holdings
+    )

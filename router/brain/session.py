@@ -5,15 +5,19 @@ Whatever it has at workers is given back when the connection ends, and told anew
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from pdserve.config.router import BRAIN_BEAT_S
 from pdserve.errors import InternalError, InvalidField, PdserveError
 from pdserve.request import FrontId, RequestId
 from pdserve.rpc.v1 import brain_pb2
+from router.admission import AdmittedLoad
 from router.brain.parts import Brain
 from router.brain.talk import Talk
 from router.brain.wire import (
     holding_from_wire,
+    load_from_wire,
+    load_to_wire,
     placed_to_wire,
     query_from_wire,
     refusal_to_wire,
@@ -52,6 +56,9 @@ class Session:
         self._number = number
         self.front_id = FrontId(hello.front_id)
         self.front_number = hello.number
+        self.front_pid = hello.pid
+        self.load = AdmittedLoad()
+        """As the front said with its last beat."""
         self._heard_s = asyncio.get_running_loop().time()
         self._ids: set[str] = set()
         """Requests that may be charged, by the ids that the front knows."""
@@ -63,10 +70,10 @@ class Session:
             owners[holding.request_id] = number
         talk.say(brain_pb2.Word(welcome=brain_pb2.BrainWelcome()))
 
-    async def beat(self) -> None:
+    async def beat(self, load_of_others: Callable[[], AdmittedLoad]) -> None:
         """Says that the brain lives, and whose turn has not come, until cancelled."""
         while True:
-            beat = brain_pb2.BrainBeat(waiting=self._calls)
+            beat = brain_pb2.BrainBeat(waiting=self._calls, load=load_to_wire(load_of_others()))
             self._talk.say(brain_pb2.Word(beat=beat))
             await asyncio.sleep(BRAIN_BEAT_S)
 
@@ -118,7 +125,7 @@ class Session:
                 if self._brain.pool.knows(worker):
                     placer.note_cached(worker, word.cached.granules)
             case "beat":
-                pass  # it lives
+                self.load = load_from_wire(word.beat.load)
             case "output":
                 placer.note_output(word.output.num_tokens)
             case other:

@@ -8,6 +8,7 @@ from pdserve.errors import InvalidField, NoWorker, Overloaded, PdserveError
 from pdserve.request import Incarnation, RequestId, WorkerId
 from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import brain_pb2
+from router.admission import AdmittedLoad
 from router.candidates import CandidateTable
 from router.load_book import DecodeCharge, Holding, Terms
 from router.placer import Placed, PlaceQuery
@@ -182,3 +183,13 @@ def _terms_from_wire(values: Iterable[float]) -> Terms | None:
         return None
     steps, tokens, pairs = terms
     return (steps, tokens, pairs)
+
+
+def load_to_wire(load: AdmittedLoad) -> brain_pb2.FrontLoad:
+    """Encodes what fronts have admitted."""
+    return brain_pb2.FrontLoad(num_in_flight=load.num_in_flight, num_waiting=load.num_waiting)
+
+
+def load_from_wire(wire: brain_pb2.FrontLoad) -> AdmittedLoad:
+    """Decodes what fronts have admitted."""
+    return AdmittedLoad(num_in_flight=wire.num_in_flight, num_waiting=wire.num_waiting)

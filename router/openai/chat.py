@@ -13,7 +13,7 @@ from router.openai.choices import finish_fields
 from router.openai.compatibility import UnknownFields, check_rest
 from router.openai.fields import INT64, Fields, as_fields, as_text, brief
 from router.openai.logprobs import PromptLogprobs, TokenTexts, chat_logprobs, chat_logprobs_parts
-from router.openai.sampling import read_sampling
+from router.openai.sampling import own_names, read_sampling
 from router.validation import MAX_MESSAGES
 
 MAX_PARTS = 1024
@@ -118,7 +118,11 @@ def parse_chat(fields: Fields, texts: TokenTexts, unknown: UnknownFields) -> Cal
     return Call(
         wires=(wire,),
         prompt_names=("messages",),
-        names={"sampling.max_tokens": max_name, "sampling.logprobs": logprobs_name},
+        names={
+            "sampling.max_tokens": max_name,
+            "sampling.logprobs": logprobs_name,
+            **own_names(fields),
+        },
         num_samples=num_samples_of(sampling),
         shape=ChatShape(
             texts,

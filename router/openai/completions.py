@@ -19,7 +19,7 @@ from router.openai.choices import finish_fields
 from router.openai.compatibility import UnknownFields, check_rest
 from router.openai.fields import INT64, Fields, as_ids, as_text, brief
 from router.openai.logprobs import CompletionLogprobs, PromptLogprobs, TokenTexts
-from router.openai.sampling import read_sampling
+from router.openai.sampling import own_names, read_sampling
 
 
 class CompletionShape:
@@ -119,7 +119,7 @@ def parse_completion(fields: Fields, texts: TokenTexts, unknown: UnknownFields) 
     max_tokens = fields.whole("max_tokens", INT64)
     if max_tokens is not None:
         sampling.max_tokens = max_tokens
-    shape, own_names = _read_reports(fields, sampling, texts)
+    shape, report_names = _read_reports(fields, sampling, texts)
     model = fields.text("model") or ""
     names, prompts = _read_prompts(fields)
     is_streaming, stream_options = read_stream_options(fields)
@@ -131,7 +131,7 @@ def parse_completion(fields: Fields, texts: TokenTexts, unknown: UnknownFields) 
     return Call(
         wires=tuple(prompts),
         prompt_names=tuple(names),
-        names=own_names,
+        names={**report_names, **own_names(fields)},
         num_samples=num_samples_of(sampling),
         shape=shape,
         options=options,

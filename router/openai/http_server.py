@@ -60,7 +60,7 @@ class HttpServer:
         if shares_port:
             listener = shared_socket(address)
         else:
-            check_port_is_free(address, port)
+            check_port_is_free(address, port, "http_port")
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -93,13 +93,15 @@ def shown_as(error: InvalidField, names: Mapping[str, str]) -> InvalidField:
         names: this request's own names, such as `prompt[3]` for `text`.
     """
     match = _HEAD.match(error.field)
+    if error.field in names:
+        return error.renamed(names[error.field])
     if match is None:
         return error
     head, rest = match[1], match[2]
     shown = names.get(head) or _PARAMS.get(head) or head.removeprefix("sampling.")
-    field = shown + rest
-    kind = type(error)
-    renamed = kind(field, None, error.limit)
-    text = str(error)
-    renamed.args = (field + text[len(error.field) :] if text.startswith(error.field) else text,)
-    return renamed
+    return error.renamed(shown + rest)
+
+
+def own_names(fields: Fields) -> dict[str, str]:
+    """Returns names that depend on how a client wrote something: a stop string may be no list."""
+    return {"sampling.stop[0]": "stop"} if isinstance(fields.raw("stop"), str) else {}

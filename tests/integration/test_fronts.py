@@ -281,6 +281,26 @@ async def test_streams_outlive_their_brain_and_new_requests_wait_for_the_next(
         await group.shows("pdserve_router_charged", 0)
 
 
+async def test_C19_a_group_that_was_paused_as_a_whole_blames_none_of_its_children(
+    group: Group,
+) -> None:
+    async with workers(group), a_stub_of_each_front(group) as stubs:
+        roles = (("launcher.roles.brain",), ("--front-number 0",), ("--front-number 1",))
+        pids = [group.process.pid, *(group.pid(*words) for words in roles)]
+        num_lines = len(group.lines)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        # Longer than a child may be silent.
+        await asyncio.sleep(4.0)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        await group.shows("pdserve_router_fronts", 2)
+        for place, stub in enumerate(stubs.values()):
+            check_tokens(await stream(stub, f"later{place}", 8))
+        assert pids[1:] == [group.pid(*words) for words in roles]
+        assert not [line for line in group.lines[num_lines:] if "killing" in line]
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

@@ -260,6 +260,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.is_frozen:
             await self._thawed.wait()
 
+    def remember(self, samples: Sequence[types_pb2.StepSample]) -> None:
+        """Has measured this before anybody listened."""
+        self._streams.remember(samples)
+
     def break_streams(self) -> None:
         """Cuts all token streams; everything else goes on."""
         for event in self._stream_breaks:

@@ -35,7 +35,6 @@ def test_bucket_edges_rise():
         metrics.TTFT_BUCKETS_S,
         metrics.FINE_ITL_BUCKETS_S,
         metrics.REQUEST_BUCKETS_S,
-        metrics.HANDOFF_BUCKETS_S,
         metrics.TOKEN_COUNT_BUCKETS,
     ):
         assert list(edges) == sorted(set(edges))

@@ -151,8 +151,10 @@ class FrontHello(_message.Message):
     FRONT_ID_FIELD_NUMBER: _builtins.int
     HOLDINGS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     front_id: _builtins.str
     number: _builtins.int
+    pid: _builtins.int
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     def __init__(
@@ -161,10 +163,11 @@ class FrontHello(_message.Message):
         front_id: _builtins.str = ...,
         holdings: _abc.Iterable[Global___Holding] | None = ...,
         number: _builtins.int = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "holdings", b"holdings", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "holdings", b"holdings", "number", b"number", "pid", b"pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,6 +196,7 @@ class BrainBeat(_message.Message):
 
     WAITING_FIELD_NUMBER: _builtins.int
     FRONTS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def waiting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Calls whose turn has not come."""
@@ -201,19 +205,47 @@ class BrainBeat(_message.Message):
     def fronts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Numbers of the fronts that were heard a moment ago; for whoever watches them."""
 
+    @_builtins.property
+    def load(self) -> Global___FrontLoad:
+        """Of the front that says it; from the brain: of all other fronts together."""
+
     def __init__(
         self,
         *,
         waiting: _abc.Iterable[_builtins.int] | None = ...,
         fronts: _abc.Iterable[_builtins.int] | None = ...,
+        load: Global___FrontLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fronts", b"fronts", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fronts", b"fronts", "load", b"load", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BrainBeat: _TypeAlias = BrainBeat  # noqa: Y015
+
+@_typing.final
+class FrontLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    num_in_flight: _builtins.int
+    num_waiting: _builtins.int
+    """Of these: no worker has them."""
+    def __init__(
+        self,
+        *,
+        num_in_flight: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "num_waiting", b"num_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrontLoad: _TypeAlias = FrontLoad  # noqa: Y015
 
 @_typing.final
 class Holding(_message.Message):

@@ -619,6 +619,7 @@ class GetServerInfoResponse(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
     NUM_FRONTS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     front_id: _builtins.str
     uptime_s: _builtins.float
@@ -637,6 +638,10 @@ class GetServerInfoResponse(_message.Message):
     """Age of the oldest request without a token."""
     num_fronts: _builtins.int
     """That share this port; all figures are of all of them together."""
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterProcess]:
+        """Of this router, the brain last."""
+
     def __init__(
         self,
         *,
@@ -653,14 +658,51 @@ class GetServerInfoResponse(_message.Message):
         waiting_tokens: _builtins.int = ...,
         oldest_wait_s: _builtins.float = ...,
         num_fronts: _builtins.int = ...,
+        processes: _abc.Iterable[Global___RouterProcess] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "num_decode", b"num_decode", "num_fronts", b"num_fronts", "num_prefill", b"num_prefill", "oldest_wait_s", b"oldest_wait_s", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests_arrived", b"requests_arrived", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "num_decode", b"num_decode", "num_fronts", b"num_fronts", "num_prefill", b"num_prefill", "oldest_wait_s", b"oldest_wait_s", "output_tokens", b"output_tokens", "processes", b"processes", "prompt_tokens", b"prompt_tokens", "requests_arrived", b"requests_arrived", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class RouterProcess(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    UPTIME_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    REQUESTS_QUEUED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"router", or "front-0", ... and "brain"."""
+    pid: _builtins.int
+    state: _builtins.str
+    """"serving", "waiting" for workers or the brain, "draining", or "silent"."""
+    uptime_s: _builtins.float
+    requests_in_flight: _builtins.int
+    requests_queued: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        state: _builtins.str = ...,
+        uptime_s: _builtins.float = ...,
+        requests_in_flight: _builtins.int = ...,
+        requests_queued: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "pid", b"pid", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterProcess: _TypeAlias = RouterProcess  # noqa: Y015
 
 @_typing.final
 class GetLoadsRequest(_message.Message):

@@ -338,7 +338,10 @@ class StreamRequest(_message.Message):
 
     FRONT_ID_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
+    WANTS_PAST_SAMPLES_FIELD_NUMBER: _builtins.int
     front_id: _builtins.str
+    wants_past_samples: _builtins.bool
+    """The front has learned nothing of this worker yet: the first message tells what steps took lately."""
     @_builtins.property
     def resumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resume]: ...
     def __init__(
@@ -346,10 +349,11 @@ class StreamRequest(_message.Message):
         *,
         front_id: _builtins.str = ...,
         resumes: _abc.Iterable[Global___Resume] | None = ...,
+        wants_past_samples: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "resumes", b"resumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "resumes", b"resumes", "wants_past_samples", b"wants_past_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -685,6 +689,7 @@ class StreamBatch(_message.Message):
     UPDATES_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    PAST_SAMPLES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     is_draining: _builtins.bool
     @_builtins.property
@@ -693,6 +698,10 @@ class StreamBatch(_message.Message):
     def load(self) -> _types_pb2.WorkerLoad:
         """In the first message, and whenever there is a new report."""
 
+    @_builtins.property
+    def past_samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StepSample]:
+        """In the first message, if asked for: of the reports before this one, of each kind the oldest first."""
+
     def __init__(
         self,
         *,
@@ -700,10 +709,11 @@ class StreamBatch(_message.Message):
         updates: _abc.Iterable[Global___SequenceUpdate] | None = ...,
         load: _types_pb2.WorkerLoad | None = ...,
         is_draining: _builtins.bool = ...,
+        past_samples: _abc.Iterable[_types_pb2.StepSample] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "is_draining", b"is_draining", "load", b"load", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "is_draining", b"is_draining", "load", b"load", "past_samples", b"past_samples", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

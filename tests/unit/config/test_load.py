@@ -8,9 +8,9 @@ from pdserve.config.load import (
     cache_folder,
     from_argv,
     from_pairs,
-    name_flag,
     parse_size,
     settings_of,
+    tell_by_flags,
     to_argv,
 )
 from pdserve.config.router import RouterConfig
@@ -225,20 +225,79 @@ def test_keys_and_secrets_are_not_in_a_configurations_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "settings", "told"),
     [
-        ("max_model_len must be at most 9, got 10", "--max-model-len must be at most 9, got 10"),
-        ("kv_cache_memory must be at least 4", "--kv-cache-memory must be at least 4"),
-        ("tensor_parallel must divide 3", "--tensor-parallel-size must divide 3"),
-        ("num_prefill must be at least 0", "--prefill must be at least 0"),
-        ("folder must hold weights", "folder must hold weights"),
-        ("the model must be there", "the model must be there"),
-        ("frame_tokens must be 3", "frame_tokens must be 3"),
-        ("no must", "no must"),
+        ("max_model_len must be 9", ["max_model_len"], "--max-model-len must be 9"),
+        (
+            "kv_cache_memory_bytes must be 4",
+            ["kv_cache_memory_bytes"],
+            "--kv-cache-memory must be 4",
+        ),
+        (
+            "tensor_parallel must divide 3",
+            ["tensor_parallel"],
+            "--tensor-parallel-size must divide 3",
+        ),
+        ("num_prefill must be 0", ["num_prefill"], "--prefill must be 0"),
+        ("slo_classes: 'a' is no number", ["slo_classes"], "--slo-class: 'a' is no number"),
+        ("use dtype bfloat16", ["dtype"], "use --dtype bfloat16"),
+        ("ring_slots must be 3", ["ring_slots"], "--handoff ring_slots must be 3"),
+        (
+            "http_port must differ from port, got 1 for both",
+            ["http_port", "port"],
+            "--http-port must differ from --port, got 1 for both",
+        ),
+        # Of a command of its own.
+        ("trace t is empty", ["trace"], "--trace t is empty"),
+        ("--prefill must be 1", ["--prefill"], "--prefill must be 1"),
+        ("model folder m holds no weights", [], "model folder m holds no weights"),
     ],
 )
-def test_a_refusal_names_the_flag(text: str, named: str) -> None:
-    assert name_flag(text, ClusterConfig) == named
+def test_a_refusal_names_the_flag(text: str, settings: list[str], told: str) -> None:
+    assert tell_by_flags(ConfigError(text, settings=settings), ClusterConfig) == told
+
+
+def test_a_worker_of_its_own_has_a_flag_for_each_part_of_the_handoff() -> None:
+    error = ConfigError("ring_slots must be at most 32, got 99", settings=["ring_slots"])
+    told = "--handoff-ring-slots must be at most 32, got 99"
+    assert tell_by_flags(error, WorkerConfig) == told
+
+
+def test_a_pair_that_is_out_of_range_names_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--handoff ring_slots must be at most 32, got 99$"):
+        from_pairs(HandoffConfig, ["ring_slots=99"], "--handoff")
+
+
+def test_ranks_of_decode_replicas_alone_are_told_by_their_own_flag() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClusterConfig(engine=EngineConfig(model="tiny"), decode_tensor_parallel=0)
+    told = "--decode-tensor-parallel-size must be at least 1, got 0"
+    assert tell_by_flags(caught.value, ClusterConfig) == told
+
+
+@pytest.mark.parametrize(
+    ("ports", "told"),
+    [
+        ({"http_port": 50051}, "--http-port must differ from --port, got 50051 for both"),
+        ({"metrics_port": 50051}, "--metrics-port must differ from --port, got 50051 for both"),
+        ({"metrics_port": 8000}, "--metrics-port must differ from --http-port, got 8000 for both"),
+    ],
+)
+def test_two_listeners_of_one_port_are_refused_before_anything_starts(
+    ports: dict[str, int], told: str
+) -> None:
+    with pytest.raises(ConfigError) as of_cluster:
+        ClusterConfig(engine=EngineConfig(model="tiny"), **ports)
+    with pytest.raises(ConfigError) as of_router:
+        RouterConfig(model="tiny", redis_url="redis://127.0.0.1:1", **ports)
+    assert tell_by_flags(of_cluster.value, ClusterConfig) == told
+    assert tell_by_flags(of_router.value, RouterConfig) == told
+
+
+def test_a_port_that_is_not_listened_on_or_any_that_is_free_may_be_given_twice() -> None:
+    engine = EngineConfig(model="tiny")
+    assert ClusterConfig(engine=engine, port=8000, no_http=True).http_port == 8000
+    assert ClusterConfig(engine=engine, port=0, http_port=0, metrics_port=0).port == 0
 
 
 def test_a_gpu_has_defaults_of_its_own_and_flags_still_win() -> None:

@@ -1,5 +1,6 @@
 import asyncio
 
+from pdserve.face.past_samples import MAX_SAMPLES_A_KIND, PastSamples
 from pdserve.face.streams import FrontStreams
 from pdserve.face.token_log import TokenLog
 from pdserve.request import FrontId, Incarnation, RequestId
@@ -81,3 +82,32 @@ async def test_a_report_is_sent_once_a_stream_and_not_with_every_token() -> None
     assert seen == [None, None, 2, None]
     again = streams.serve(worker_pb2.StreamRequest(front_id="f"))
     assert (await anext(again)).load.report == 2
+
+
+def decode_sample(seconds: float) -> types_pb2.StepSample:
+    return types_pb2.StepSample(seconds=seconds, decode=types_pb2.DecodeStep(num_sequences=1))
+
+
+async def test_a_front_that_learned_nothing_yet_is_told_of_earlier_reports_once() -> None:
+    streams = make_streams(ManualClock())
+    streams.remember([decode_sample(0.1), decode_sample(0.2)])
+    streams.remember([types_pb2.StepSample(seconds=0.3, transfer=types_pb2.Transfer(num_bytes=9))])
+    request = worker_pb2.StreamRequest(front_id=FRONT, wants_past_samples=True)
+    batches = streams.serve(request)
+    assert [one.seconds for one in (await anext(batches)).past_samples] == [0.1, 0.2, 0.3]
+    streams.publish(FRONT, make_update(0, 5))
+    assert not (await anext(batches)).past_samples
+    await batches.aclose()
+    later = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
+    assert not (await anext(later)).past_samples
+    await later.aclose()
+
+
+def test_only_the_last_samples_of_each_kind_are_kept() -> None:
+    past = PastSamples()
+    past.add(decode_sample(float(number)) for number in range(1000))
+    past.add([types_pb2.StepSample(seconds=7.0, prefill=types_pb2.PrefillStep(num_tokens=3))])
+    found = list(past)
+    assert len(found) == MAX_SAMPLES_A_KIND + 1
+    assert (found[0].seconds, found[-2].seconds) == (1000 - MAX_SAMPLES_A_KIND, 999.0)
+    assert found[-1].WhichOneof("kind") == "prefill"

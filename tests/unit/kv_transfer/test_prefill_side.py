@@ -93,6 +93,14 @@ def test_placing_asks_for_a_reservation(handoff: PrefillHandoff) -> None:
     assert action.envelope.decode_attempt == 1
 
 
+def test_each_call_for_a_reservation_has_the_time_that_settings_give_calls(
+    handoff: PrefillHandoff,
+) -> None:
+    (action,) = handoff.place(target())
+    assert isinstance(action, SendReserve)
+    assert action.timeout_s == CONFIG.call_timeout_s
+
+
 def test_frames_computed_before_the_grant_are_pushed_when_it_comes(
     handoff: PrefillHandoff,
 ) -> None:

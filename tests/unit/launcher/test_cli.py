@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import run_command
-from launcher.commands.generate import parse_ids, read_chat, set_prompt
+from launcher.commands.generate import flag_of, parse_ids, read_chat, set_prompt
 from launcher.local_pool import LocalCluster
 from launcher.redis_server import free_port
 from launcher.run_cluster import run_until_signal
 from pdserve.config.cluster import ClusterConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, TooLong
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.version import VERSION
 
@@ -35,13 +35,24 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "x", "--prefill", "-1"], "--prefill must be at least 0, got -1"),
         (["serve", "x", "--decode", "3..1"], "--decode: a pool must have 0 <= MIN <= MAX"),
         (["serve", "x", "--decode", "some"], "--decode: a pool's size must be a number or MIN"),
-        (["serve", "x", "--max-replicas", "1"], "most_in_all must be at least 2, got 1"),
+        (["serve", "x", "--max-replicas", "1"], "--max-replicas must be at least 2, got 1"),
         (["serve", "x", "--decode", "1000000000000"], "--decode: a pool must have at most 100000"),
+        (["serve", "x", "--ttft-target-s", "0"], "--ttft-target-s must be above 0, got 0"),
+        (["serve", "x", "--scaling", "tail=2"], "--scaling tail must be between 0 and 1, got 2"),
+        (["serve", "x", "--slo-class", "=ttft_s:1"], "--slo-class must be NAME=ttft_s:S"),
+        (["serve", "x", "--handoff", "ring_slots=99"], "--handoff ring_slots must be at most 32"),
+        (["serve", "x", "--http-port", "50051"], "--http-port must differ from --port, got 50051"),
+        (["serve", "x", "--metrics-port", "8000"], "--metrics-port must differ from --http-port"),
+        (
+            ["plan", "--trace", "/none", "--model", "m", "--gpu", "none"],
+            "--gpu: there is no profile",
+        ),
+        (["scale", "--decode", "some"], "--decode: a pool's size must be a number or MIN..MAX"),
         (["scale"], "--prefill, --decode or --status is needed"),
         (["scale", "--status", "--cluster", "none"], "no launcher of a cluster named none"),
         (["serve", "x", "-tp", "0"], "--tensor-parallel-size must be at least 1, got 0"),
         (["serve", "x", "-pp", "0"], "--pipeline-parallel-size must be at least 1, got 0"),
-        (["serve", "x", "--decode-tensor-parallel-size", "0"], "--tensor-parallel-size must be"),
+        (["serve", "x", "--decode-tensor-parallel-size", "0"], "--decode-tensor-parallel-size "),
         (["serve", "x", "--block-size", "24"], "--block-size must be a power of two"),
         (["serve", "x", "--kv-cache-memory", "lots"], "--kv-cache-memory must be a size"),
         (["serve", "x", "--transports", "push,tape"], "--transports must be some of push, nccl"),
@@ -148,6 +159,7 @@ def test_empty_text_is_a_prompt_for_the_server_to_judge() -> None:
 class FakeCluster:
     """Sends itself signals while it waits, as an impatient user would."""
 
+    name = "local-7"
     address = "127.0.0.1:1"
     http_address = "127.0.0.1:3"
     metrics_address = "127.0.0.1:2"
@@ -185,6 +197,15 @@ def test_C15_first_signal_drains_and_the_second_kills(
     cluster = FakeCluster(num_signals)
     assert run_until_signal(cluster, nullcontext()) == status  # type: ignore[arg-type]
     assert cluster.stops == stops
+
+
+def test_what_is_ready_tells_its_name_for_other_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_until_signal(FakeCluster(1), nullcontext())  # type: ignore[arg-type]
+    lines = capsys.readouterr().err.splitlines()
+    assert "cluster local-7 (as --cluster of scale takes it)" in lines
+    assert lines.index("metrics http://127.0.0.1:2/metrics") < len(lines) - 2
 
 
 @pytest.fixture
@@ -294,3 +315,23 @@ def test_a_token_for_spread_stages_is_made_up_where_ray_starts_them(
     assert all(token is not None and len(token) >= 16 for token in tokens)
     assert tokens[2] == "a token that somebody chose"
     assert all(config.spread_stages for config in seen)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("sampling.max_tokens", "--max-tokens"),
+        ("sampling.stop[0]", "--stop"),
+        ("sampling.stop_token_ids", "--stop-token-id"),
+        ("request_id", "--request-id"),
+        ("text", "PROMPT"),
+        ("token_ids", "--prompt-ids"),
+        ("chat.messages[2].role", "--messages [2].role"),
+        ("chat", "--messages"),
+    ],
+)
+def test_what_the_router_refuses_is_told_by_the_flag_it_came_from(field: str, flag: str) -> None:
+    error = TooLong(field, 9, "at most 5")
+    told = error.renamed(flag_of(field))
+    assert str(told) == f"{flag} must be at most 5, got 9"
+    assert (type(told), told.field, told.limit) == (TooLong, flag, "at most 5")

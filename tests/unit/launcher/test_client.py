@@ -5,7 +5,12 @@ import pytest
 from rich.console import Console
 
 from launcher.client import Generation, client_error, to_dict
-from launcher.commands.status import worker_to_dict, workers_table
+from launcher.commands.status import (
+    process_to_dict,
+    processes_table,
+    worker_to_dict,
+    workers_table,
+)
 from pdserve.errors import DeadlineExceeded, InternalError, NoWorker, WorkerLost
 from pdserve.rpc.status import DETAILS_KEY, status_of
 from pdserve.rpc.v1 import inference_pb2, types_pb2
@@ -153,14 +158,39 @@ def test_status_shows_who_is_gone_and_whose_process_is_whose() -> None:
     ]
     with console.capture() as capture:
         console.print(workers_table(workers))
-    header, *rows = [line for line in capture.get().splitlines() if any(map(str.isalnum, line))]
-    assert "face pid" in header
-    assert "ranks: node, pids" in header
-    cells = [cell.strip() for cell in rows[0].split("│")[1:5]]
-    assert cells == ["d0", "ready", "11", "10.0.0.1 12 13"]
-    assert rows[1].split("│")[4].strip() == "10.0.0.2 7 8"
-    assert "d1" in rows[2]
-    assert "gone" in rows[2]
+    header, _, *rows = [line.split() for line in capture.get().splitlines() if line.strip()]
+    assert " ".join(header).startswith("worker state face pid ranks: node, pids waiting")
+    assert rows[0][:6] == ["d0", "ready", "11", "10.0.0.1", "12", "13"]
+    assert rows[1] == ["10.0.0.2", "7", "8"]
+    assert " ".join(rows[2]) == "d1 gone, or restarting"
+
+
+def test_status_shows_each_front_and_the_brain() -> None:
+    processes = [
+        inference_pb2.RouterProcess(
+            name="front-0", pid=21, state="serving", uptime_s=7.4, requests_in_flight=3
+        ),
+        inference_pb2.RouterProcess(name="front-1", pid=22, state="silent"),
+        inference_pb2.RouterProcess(name="brain", pid=20, state="serving", uptime_s=8.0),
+    ]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(processes_table(processes))
+    _, _, below = capture.get().rpartition("──")
+    rows = [line.split() for line in below.splitlines() if line.strip()]
+    assert rows == [
+        ["front-0", "serving", "21", "7", "s", "3", "0"],
+        ["front-1", "silent", "22", "0", "0"],
+        ["brain", "serving", "20", "8", "s"],
+    ]
+    assert process_to_dict(processes[1]) == {
+        "name": "front-1",
+        "state": "silent",
+        "pid": 22,
+        "uptime_s": 0.0,
+        "requests_in_flight": 0,
+        "requests_queued": 0,
+    }
 
 
 def test_status_shows_how_each_link_travels_and_what_did_not_come_up() -> None:

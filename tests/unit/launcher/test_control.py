@@ -1,6 +1,7 @@
 """The door of `pdserve scale` and `pdserve flip`: who may come in, and what it does."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from autoscaler.controller import Controller
 from autoscaler.figures import Reading, Traffic, WorkerFigures
 from autoscaler.settings import MOST_REPLICAS, PoolRange, ScalingSettings
-from launcher.commands.scale import tell_order
+from launcher.commands.scale import show_scaling, tell_order
 from launcher.control import ControlFile, ControlServer, call_control, control_folder, find_control
 from pdserve.errors import ConfigError, InternalError
 from pdserve.predictor.predictor import Predictor
@@ -62,12 +63,14 @@ class FakePools:
 
 
 class Door:
-    def __init__(self, folder: Path, cluster: str = "mine") -> None:
+    def __init__(
+        self, folder: Path, settings: ScalingSettings | None = None, cluster: str = "mine"
+    ) -> None:
         self.pools = FakePools()
         self.clock = ManualClock()
         self.lines: list[str] = []
         self.controller = Controller(
-            ScalingSettings(),
+            settings or ScalingSettings(),
             self.pools,
             self.pools,
             self.clock,
@@ -217,6 +220,49 @@ def test_status_tells_pools_and_decisions(door: Door) -> None:
     assert found.decisions[0].text.startswith("decode: grow 1 -> 2")
 
 
+def test_status_before_the_first_answer_of_a_router_shows_no_zeros(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    door = Door(tmp_path / "run")
+
+    def ask() -> control_pb2.GetScalingResponse:
+        asked = control_pb2.GetScalingRequest()
+        found: control_pb2.GetScalingResponse = call_control(
+            door.server.file, lambda stub, key: stub.GetScaling(asked, timeout=5, metadata=key)
+        )
+        return found
+
+    show_scaling(ask())
+    assert capsys.readouterr().out == "no figures yet\n"
+    assert door.set_decode(2, 3, is_dry_run=True)[1] == "decode: no figures yet, then 2..3"
+    door.tick()
+    show_scaling(ask())
+    assert "no figures yet" not in capsys.readouterr().out
+    door.server.stop()
+
+
+def test_an_autoscaler_looks_as_soon_as_it_runs() -> None:
+    pools, stopped = FakePools(), threading.Event()
+
+    class FirstLook:
+        def read(self) -> Reading:
+            stopped.set()
+            return pools.read()
+
+    settings = ScalingSettings()
+    controller = Controller(settings, FirstLook(), pools, ManualClock(), predictor=Predictor())
+    controller.run(stopped)
+    assert controller.numbers[Role.DECODE].num_serving == 1
+
+
+def test_a_bound_that_cannot_be_is_told_by_its_flag(tmp_path: Path) -> None:
+    door = Door(tmp_path / "run", ScalingSettings(most_in_all=3))
+    door.tick()
+    with pytest.raises(ConfigError, match="--max-replicas must be at least 6, got 3"):
+        door.set_decode(5, 5)
+    door.server.stop()
+
+
 def test_range_that_cannot_be_is_refused(door: Door) -> None:
     with pytest.raises(ConfigError, match=r"0 <= MIN <= MAX, got 3\.\.2"):
         door.set_decode(3, 2)
@@ -244,7 +290,7 @@ def test_only_the_owner_can_read_the_token(door: Door) -> None:
 def test_the_only_launcher_needs_no_name_and_one_of_two_does(door: Door) -> None:
     folder = door.server.file.path.parent
     assert find_control(folder, None) == door.server.file
-    other = Door(folder, "other").server
+    other = Door(folder, cluster="other").server
     with pytest.raises(ConfigError, match="--cluster must name one of mine, other"):
         find_control(folder, None)
     assert find_control(folder, "other") == other.file

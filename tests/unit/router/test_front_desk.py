@@ -1,5 +1,6 @@
 """Figures of several fronts as those of one."""
 
+from pdserve.rpc.v1 import inference_pb2
 from router.front_desk import Info, join_infos
 
 
@@ -46,3 +47,21 @@ def test_counts_add_up_and_workers_count_that_all_can_use() -> None:
         waiting_tokens=8,
         oldest_wait_s=2.0,
     )
+
+
+def test_processes_come_by_name_and_each_says_of_itself_more_than_the_brain_does() -> None:
+    def process(name: str, state: str = "serving") -> inference_pb2.RouterProcess:
+        return inference_pb2.RouterProcess(name=name, state=state)
+
+    own = Info(processes=[process("front-1")])
+    other = Info(processes=[process("front-0", "draining")])
+    brain = Info(
+        processes=[process("front-0", "silent"), process("front-2", "silent"), process("brain")]
+    )
+    joined = join_infos(own, [other, brain])
+    assert [(one.name, one.state) for one in joined.processes] == [
+        ("front-0", "draining"),
+        ("front-1", "serving"),
+        ("front-2", "silent"),
+        ("brain", "serving"),
+    ]

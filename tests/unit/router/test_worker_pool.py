@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pdserve.predictor.predictor import NUM_WARM_UP_SAMPLES, DecodeSample, Predictor
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.request import FrontId, Role
-from pdserve.rpc.v1 import worker_pb2
-from pdserve.timeline import ManualClock
+from pdserve.rpc.v1 import types_pb2, worker_pb2
+from pdserve.timeline import ManualClock, PauseWatch
 from router.fleet import Fleet
 from router.load_book import LoadBook
 from router.policy import WorkerKey
@@ -33,7 +34,7 @@ class Listener:
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, predictor: Predictor | None = None) -> None:
         self.clock = ManualClock()
         self.registry = MemoryRegistry(self.clock)
         self.network = FakeNetwork(self.registry)
@@ -45,6 +46,7 @@ class Scene:
             self.clock,
             silence_s=3.0,
             max_message_bytes=1 << 20,
+            predictor=predictor,
         )
         self.pool.listen(self.listener)
 
@@ -66,23 +68,25 @@ async def scene() -> AsyncIterator[Scene]:
 async def test_a_worker_that_says_nothing_is_lost_after_the_limit(scene):
     worker = await scene.add()
     worker.is_frozen = True
+    own_pause = PauseWatch(5.0, scene.clock.now())
     scene.clock.advance(3.0)
-    scene.pool.drop_silent(0.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == []
     scene.clock.advance(0.1)
-    scene.pool.drop_silent(0.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == ["silent for 3.1 s"]
     assert scene.pool.views() == []
 
 
 async def test_C19_a_router_that_stood_still_blames_no_worker(scene):
     await scene.add()
+    own_pause = PauseWatch(1.5, scene.clock.now())
     scene.clock.advance(30.0)
-    scene.pool.drop_silent(30.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == []
     heard = scene.listener.num_batches
     await eventually(lambda: scene.listener.num_batches > heard)
-    scene.pool.drop_silent(0.0)
+    scene.pool.drop_silent(own_pause)
     assert scene.listener.lost == []
 
 
@@ -184,3 +188,28 @@ async def test_a_worker_that_drained_is_not_missed(scene):
     await worker.die()
     await eventually(lambda: not list(scene.pool.links()))
     assert scene.pool.departed() == []
+
+
+async def test_who_starts_anew_learns_from_what_workers_measured_before_and_once() -> None:
+    predictor = Predictor()
+    scene = Scene(predictor)
+    worker = await scene.network.start("d0", Role.DECODE)
+    worker.remember(
+        [
+            types_pb2.StepSample(
+                seconds=0.01 + 0.001 * number,
+                decode=types_pb2.DecodeStep(num_sequences=number, num_kv_tokens=0),
+            )
+            for number in range(1, 31)
+        ]
+    )
+    await scene.pool.poll()
+    await eventually(lambda: scene.listener.num_batches > 0)
+    law = predictor.law("unknown", DecodeSample)
+    assert law == pytest.approx((0.01, 0.001, 0.0), abs=1e-6)
+    heard = scene.listener.num_batches
+    worker.break_streams()
+    await eventually(lambda: worker.num_streams == 2 and scene.listener.num_batches > heard)
+    assert [fit.num_samples for fit in predictor.qualities()] == [30 - NUM_WARM_UP_SAMPLES]
+    await scene.pool.close()
+    await scene.network.stop()

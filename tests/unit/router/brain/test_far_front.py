@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -93,7 +93,10 @@ async def run_pair(folder: Path, path: Path, **over: object) -> AsyncIterator[Pa
     registry = MemoryRegistry(MonotonicClock())
     near, network = ShortSighted(registry), FakeNetwork(registry)
     async with AsyncExitStack() as stack:
-        fronts = [RouterFront(config, near, MonotonicClock()) for _ in range(2)]
+        fronts = [
+            RouterFront(replace(config, front_number=number), near, MonotonicClock())
+            for number in range(2)
+        ]
         stubs = []
         for front in fronts:
             port = await front.start()
@@ -222,6 +225,8 @@ async def test_any_front_explains_aborts_and_counts_what_another_has(
             info = await other.GetServerInfo(inference_pb2.GetServerInfoRequest())
             assert (info.num_fronts, info.requests_in_flight, info.requests_arrived) == (2, 1, 1)
             assert (info.num_prefill, info.num_decode) == (1, 1)
+            assert [one.name for one in info.processes] == ["front-0", "front-1", "brain"]
+            assert [one.requests_in_flight for one in info.processes] == [1, 0, 0]
             await other.Abort(inference_pb2.AbortRequest(request_id="mine"))
             assert (await stream).error is not None
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -269,3 +274,35 @@ async def test_a_full_front_refuses_at_once_with_a_hint(text_folder: Path, tmp_p
         assert result.error.retry_after_s > 0
         first.cancel()
         await asyncio.wait((first,))
+
+
+@pytest.mark.parametrize("limit", ["max_in_flight", "max_queued"])
+async def test_A7_the_limits_are_of_all_fronts_together(
+    text_folder: Path, tmp_path: Path, limit: str
+) -> None:
+    async with run_pair(text_folder, tmp_path, **{limit: 2}) as pair, pair.brain():
+        if limit == "max_in_flight":
+            await pair.network.start("p0", Role.PREFILL)
+            await pair.network.start("d0", Role.DECODE, Script(token_delay_s=0.02))
+            await pair.up(2)
+        else:
+            # Nobody can take them: they wait.
+            await pair.up(0)
+        streams = [
+            asyncio.create_task(
+                generate(
+                    pair.cluster(number), request_for(request_id=f"r{number}", max_tokens=2000)
+                )
+            )
+            for number in (0, 1)
+        ]
+        admissions = [front.dispatcher.admission for front in pair.fronts]
+        await eventually(lambda: all(one.others.num_in_flight == 1 for one in admissions))
+        refused = await generate(pair.cluster(0), request_for(request_id="one-more"))
+        assert isinstance(refused.error, Overloaded)
+        assert "the limit is 2" in str(refused.error)
+        for number in (0, 1):
+            await pair.stubs[number].Abort(inference_pb2.AbortRequest(request_id=f"r{number}"))
+        await asyncio.wait(streams)
+        await eventually(lambda: all(one.others.num_in_flight == 0 for one in admissions))
+        admissions[0].admit()

@@ -1,6 +1,7 @@
 """Two fronts and a brain over a real socket, in one process: who holds what, who gives it back."""
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ from pdserve.request import FrontId, Incarnation, RequestId, Role, WorkerId
 from pdserve.rpc.channel import AsyncChannel
 from pdserve.rpc.v1 import brain_pb2
 from pdserve.timeline import MonotonicClock
+from router.admission import AdmittedLoad
 from router.brain.door import Door
 from router.brain.link import BrainLink
 from router.brain.parts import Brain
@@ -90,6 +92,7 @@ class FrontScene:
         self.name = FrontId(name)
         self.number = ord(name) - ord("a")
         self.num_changes = 0
+        self.own_load = self.others = AdmittedLoad()
         self.book = LoadBook(Fleet(), MonotonicClock())
         self.link = BrainLink(str(path), self, silence_s=0.6, call_timeout_s=call_timeout_s)
         self.placer = RemotePlacer(self.link, self.book)
@@ -100,6 +103,12 @@ class FrontScene:
 
     def on_change(self) -> None:
         self.num_changes += 1
+
+    def load(self) -> AdmittedLoad:
+        return self.own_load
+
+    def on_load(self, others: AdmittedLoad) -> None:
+        self.others = others
 
     async def on_question(self, question: brain_pb2.FrontQuestion) -> brain_pb2.FrontReply:
         return brain_pb2.FrontReply(metrics=f"{self.name}\n")
@@ -429,3 +438,40 @@ async def test_a_front_that_comes_again_before_its_old_connection_is_known_to_be
     await twin.stop()
     await fronts[0].up()
     await eventually(lambda: scene.load() == (1, 1, 1) and scene.door.num_fronts == 2)
+
+
+async def test_each_front_hears_what_all_others_have_admitted_until_they_are_gone(
+    scene: BrainScene, fronts: list[FrontScene]
+) -> None:
+    third = FrontScene("c", scene.path)
+    await third.up()
+    fronts[0].own_load = AdmittedLoad(num_in_flight=5, num_waiting=1)
+    third.own_load = AdmittedLoad(num_in_flight=2, num_waiting=2)
+    await eventually(lambda: fronts[1].others == AdmittedLoad(num_in_flight=7, num_waiting=3))
+    await eventually(lambda: fronts[0].others == third.own_load)
+    await third.stop()
+    await eventually(lambda: fronts[1].others == fronts[0].own_load)
+    await eventually(lambda: fronts[0].others == AdmittedLoad())
+
+
+async def test_a_front_that_says_nothing_is_told_of_by_the_brain(
+    scene: BrainScene, fronts: list[FrontScene]
+) -> None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(str(scene.path))
+    frozen = AsyncChannel(sock)
+    hello = brain_pb2.FrontHello(front_id="frozen", number=7, pid=4711)
+    await frozen.send(brain_pb2.Words(words=[brain_pb2.Word(hello=hello)]).SerializeToString())
+    await eventually(lambda: scene.door.num_fronts == 3)
+
+    async def processes() -> list[tuple[str, str, int]]:
+        found = await fronts[0].link.ask(brain_pb2.FrontQuestion(info=True))
+        infos = [reply.info for reply in found.replies if reply.HasField("info")]
+        return [(one.name, one.state, one.pid) for info in infos for one in info.processes]
+
+    async def is_told() -> bool:
+        own = ("brain", "serving", os.getpid())
+        return await processes() == [("front-7", "silent", 4711), own]
+
+    await wait_until_async(is_told, 10.0, "the silent front is told of")
+    frozen.close()

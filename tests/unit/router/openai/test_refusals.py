@@ -333,3 +333,15 @@ def test_null_is_the_same_as_absent() -> None:
     assert fields.flag("stream") is None
     assert not fields.has("stop")
     assert fields.unread() == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "param"),
+    [("", "stop"), ("x" * 257, "stop"), ([""], "stop[0]"), (["a", ""], "stop[1]")],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stop_string_is_named_as_it_was_written(client, path, stop, param):
+    body = {**(CHAT if "chat" in path else TEXT), "stop": stop}
+    error = (await client.post(path, json=body)).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param} must be of 1 to 256 characters, got ")
