@@ -137,8 +137,10 @@ class ClusterConfig:
             raise ConfigError(
                 f"num_decode must be at least 1, got {self.num_decode}", settings=("num_decode",)
             )
-        if self.can_flip and self.flip_obstacle is not None:
-            raise ConfigError(f"can_flip must be off: {self.flip_obstacle}", settings=("can_flip",))
+        # Asked in any case: it makes the engine of decode replicas, which has numbers of its own.
+        obstacle = self.flip_obstacle
+        if self.can_flip and obstacle is not None:
+            raise ConfigError(f"can_flip must be off: {obstacle}", settings=("can_flip",))
 
 
 def _shape_of(engine: EngineConfig) -> str:
