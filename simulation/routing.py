@@ -76,6 +76,10 @@ class Brain:
         self._fleet.set_available(worker, is_available=True)
         return self.caches.follow(worker.worker_id)
 
+    def drain(self, worker: WorkerKey) -> None:
+        """A worker takes nothing new."""
+        self._fleet.set_available(worker, is_available=False)
+
     def leave(self, worker: WorkerKey) -> None:
         """A worker is gone, and all that it held."""
         self.caches.leave(worker.worker_id)
