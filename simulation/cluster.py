@@ -13,7 +13,7 @@ from autoscaler.figures import Traffic
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
 from kv_transfer.prefill_actions import PrefillStage
-from pdserve.engine.scheduler import SchedulerLedger, Stage
+from pdserve.engine.scheduler import Stage
 from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
 from pdserve.request import Request, RequestId, Role, WorkerId
 from prefill_worker.scheduler import PrefillProgress
@@ -54,51 +54,41 @@ class Cluster:
         self.shape = shape
         self._chains = chains
         self.queue = EventQueue()
-        self._brain = Brain(
+        self.brain = Brain(
             {one.worker_class: one for one in (shape.prefill, shape.decode)}.values(),
             self.queue,
             make_policy=make_policy,
             max_local_tokens=shape.max_local_tokens,
+            cache_events_s=shape.cache_events_s,
         )
-        self._brain.caches.has_work = lambda: bool(self._journeys)
+        self.brain.caches.has_work = lambda: bool(self._journeys)
         self._admission = Admission(shape.max_queued, shape.max_in_flight)
         self._handoffs = Handoffs(shape.prefill, shape.control_s, self.queue, self)
         self._journeys: dict[RequestId, Journey] = {}
         self.nodes = Nodes(
             shape,
             self.queue,
-            self._brain,
+            self.brain,
             self,
             make_chain=self._chain_of,
             make_token=self._token_of,
         )
         self._turns = Turns(
-            self._brain, self.queue, lambda request_id: self._place(self._journeys[request_id])
+            self.brain, self.queue, lambda request_id: self._place(self._journeys[request_id])
         )
         self.run_so_far = ClusterRun()
         self._meter = TrafficMeter()
         self._num_coming = 0
         self._until_s = inf
         self.scaler: Scaler | None = None
-        if shape.scaling is not None:
+        if shape.scaling is None:
+            self.nodes.begin()
+        else:
             self.scaler = Scaler(shape, self.queue, self, self._has_more)
-            return
-        for role, size in ((Role.PREFILL, shape.num_prefill), (Role.DECODE, shape.num_decode)):
-            for number in range(size):
-                self.add_worker(role, WorkerId(f"{role}-{number}"))
 
     def add_worker(self, role: Role, worker_id: WorkerId) -> WorkerKey:
         """Starts a worker, which takes requests at once."""
         return self.nodes.add(role, worker_id)
-
-    @property
-    def workers(self) -> tuple[WorkerKey, ...]:
-        """All that live."""
-        return tuple(node.key for node in self.nodes)
-
-    def ledgers(self) -> tuple[SchedulerLedger, ...]:
-        """Returns what each worker holds, after asserting that no block is lost."""
-        return self.nodes.ledgers()
 
     def slow_down(self, worker: WorkerKey, factor: float) -> None:
         """Makes a worker's steps take so many times as long, from its next one on."""
@@ -128,12 +118,7 @@ class Cluster:
         return sum_traffic(self.queue.now(), self._journeys.values(), *seen)
 
     def run(self, workload: Workload, until_s: float = inf) -> ClusterRun:
-        """Lets all requests come and returns what became of them.
-
-        Args:
-            workload: the requests.
-            until_s: the end; without one, it ends with the last request.
-        """
+        """Lets all requests come, until an end if there is one, and returns what became of them."""
         self._num_coming, self._until_s = len(workload.arrivals), until_s
         if self.scaler is not None:
             self.scaler.begin()
@@ -169,14 +154,14 @@ class Cluster:
         journey.is_admitted = True
         self._meter.note_arrival(arrival.num_prompt_tokens)
         self._journeys[request.request_id] = journey
-        self._brain.caches.wake()
+        self.brain.caches.wake()
         self.queue.after(self.shape.router_s, lambda: self._wait_for_turn(journey))
 
     def _wait_for_turn(self, journey: Journey) -> None:
         query, shape = journey.query(self.shape, self.queue.now()), self.shape
         role = Role.PREFILL if query.has_prefill_pool else Role.DECODE
         num_before = self._turns.tokens_before(journey.arrival.priority)
-        wait_s = self._brain.drain_s(num_before, role) if num_before else None
+        wait_s = self.brain.drain_s(num_before, role) if num_before else None
         if query.ttft_slo_s is not None and wait_s is not None and wait_s > query.ttft_slo_s:
             self._finish(journey, Outcome.REFUSED)
         elif shape.has_waiting_room:
@@ -184,7 +169,7 @@ class Cluster:
                 request_id=journey.request_id,
                 priority=journey.arrival.priority,
                 tenant=journey.arrival.tenant,
-                uncached_tokens=self._brain.expect_uncached(query),
+                uncached_tokens=self.brain.expect_uncached(query),
             )
             self._turns.wait(turn, role)
         else:
@@ -194,7 +179,7 @@ class Cluster:
         if journey.request_id not in self._journeys:
             return
         try:
-            choice = self._brain.place(journey.query(self.shape, self.queue.now()))
+            choice = self.brain.place(journey.query(self.shape, self.queue.now()))
         except TooLate:
             self._finish(journey, Outcome.REFUSED)
             return
@@ -215,15 +200,12 @@ class Cluster:
         if journey.request is not request:
             return
         try:
-            if choice.prefill is None:
-                node = self.nodes.decodes.get(choice.decode)
-            else:
-                node = self.nodes.prefills.get(choice.prefill)
+            node = self.nodes.first_of(choice)
             if node is None:
                 return
             if node.is_draining:
                 # It says so before it has begun with it: the next try is no new attempt.
-                self._brain.keep_only(journey.request_id, ())
+                self.brain.keep_only(journey.request_id, ())
                 self._place(journey)
             elif isinstance(node, DecodeNode):
                 node.submit_local(request)
@@ -245,7 +227,7 @@ class Cluster:
         """Passes on; the first token is the client's."""
         journey = self._journeys[progress.request_id]
         if progress.samples:
-            self._brain.finish_prefill(progress.request_id, node.key)
+            self.brain.finish_prefill(progress.request_id, node.key)
             self._note_first(journey, node.scheduler.num_cached_tokens(progress.request_id))
             if progress.samples[0].finish_reason is not None:
                 handoff = self._handoffs.find(progress.request_id)
@@ -289,7 +271,7 @@ class Cluster:
     def has_sampled(self, node: DecodeNode, progress: DecodeProgress) -> None:
         """Takes a token of a planned step."""
         journey = self._journeys[progress.request_id]
-        self._brain.finish_prefill(progress.request_id, node.key)
+        self.brain.finish_prefill(progress.request_id, node.key)
         if journey.first_s is None:
             self._note_first(journey, progress.num_cached_tokens)
         if progress.finish_reason is not None:
@@ -315,7 +297,7 @@ class Cluster:
             self._try_again(journey, let_go.next_index)
 
     def _lost_worker(self, worker: WorkerKey, lost: tuple[LetGo, ...]) -> None:
-        self._brain.leave(worker)
+        self.brain.leave(worker)
         for let_go in lost:
             self._let_go(let_go)
         for journey in tuple(self._journeys.values()):
@@ -344,7 +326,7 @@ class Cluster:
             journey.query(self.shape, self.queue.now()), excluded=frozenset(journey.tried)
         )
         try:
-            journey.decode = self._brain.place_decode(query, handoff.prefill.key)
+            journey.decode = self.brain.place_decode(query, handoff.prefill.key)
         except NoWorker:
             journey.tried.clear()
             self.queue.after(retry_s, lambda: self._place_decode(journey, handoff, retry_s))
@@ -367,7 +349,7 @@ class Cluster:
         journey.request = replace(old, token_ids=tokens, attempt=old.attempt + 1, is_priority=True)
         journey.prefill = journey.decode = None
         journey.tried.clear()
-        self._brain.keep_only(journey.request_id, ())
+        self.brain.keep_only(journey.request_id, ())
         if not journey.is_waiting:
             journey.is_waiting = True
             self._admission.wait_again()
@@ -375,7 +357,7 @@ class Cluster:
 
     def _keep_holders(self, journey: Journey) -> None:
         holders = tuple(key for key in (journey.prefill, journey.decode) if key is not None)
-        self._brain.keep_only(journey.request_id, holders)
+        self.brain.keep_only(journey.request_id, holders)
 
     def _note_first(self, journey: Journey, cached_tokens: int) -> None:
         if journey.first_s is None:
@@ -385,7 +367,7 @@ class Cluster:
 
     def _note_last(self, journey: Journey) -> None:
         journey.last_s = self.queue.now() + self.shape.control_s
-        self._brain.note_output(journey.arrival.num_output_tokens)
+        self.brain.note_output(journey.arrival.num_output_tokens)
         self._finish(journey, Outcome.DONE)
 
     def _finish(self, journey: Journey, outcome: Outcome) -> None:
@@ -396,7 +378,7 @@ class Cluster:
             self._meter.note_end(journey.arrival.num_prompt_tokens, journey.cached_tokens)
         self._journeys.pop(journey.request_id, None)
         if journey.is_admitted:
-            self._brain.keep_only(journey.request_id, ())
+            self.brain.keep_only(journey.request_id, ())
             service_s = self.queue.now() - journey.arrival.at_s
             self._admission.leave(is_waiting=journey.is_waiting, service_s=service_s)
         self.run_so_far.records.append(journey.record())

@@ -11,6 +11,7 @@ from pdserve.engine.scheduler import ChainMaker, SchedulerLedger
 from pdserve.engine.step_log import StepLog
 from pdserve.request import Incarnation, Role, WorkerId
 from prefill_worker.scheduler import PrefillScheduler
+from router.policy import Choice
 from router.worker_key import WorkerKey
 from simulation.clock import EventQueue
 from simulation.decode_node import DecodeNode, DecodeOutlet
@@ -55,9 +56,24 @@ class Nodes:
         yield from self.prefills.values()
         yield from self.decodes.values()
 
+    def begin(self) -> None:
+        """Starts the workers of pools that keep their sizes."""
+        for role, size in (
+            (Role.PREFILL, self._shape.num_prefill),
+            (Role.DECODE, self._shape.num_decode),
+        ):
+            for number in range(size):
+                self.add(role, WorkerId(f"{role}-{number}"))
+
     def find(self, key: WorkerKey) -> Node | None:
         """Returns a worker that lives."""
         return self.prefills.get(key) or self.decodes.get(key)
+
+    def first_of(self, choice: Choice) -> Node | None:
+        """Returns who computes a prompt by a choice, if it still lives."""
+        if choice.prefill is None:
+            return self.decodes.get(choice.decode)
+        return self.prefills.get(choice.prefill)
 
     def add(self, role: Role, worker_id: WorkerId) -> WorkerKey:
         """Starts a worker, which takes requests at once."""

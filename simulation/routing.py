@@ -18,7 +18,7 @@ from router.policy import Choice, JointPolicy, Policy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex
 from router.room import has_room
 from router.worker_key import WorkerKey
-from simulation.cache_feed import CacheFeed
+from simulation.cache_feed import FLUSH_S, CacheFeed
 from simulation.clock import EventQueue
 
 PolicyMaker = Callable[[Fleet, LawTable], Policy]
@@ -41,6 +41,7 @@ class Brain:
         *,
         make_policy: PolicyMaker = make_joint_policy,
         max_local_tokens: int = 0,
+        cache_events_s: float = FLUSH_S,
     ) -> None:
         """Knows no worker.
 
@@ -49,11 +50,12 @@ class Brain:
             queue: virtual time.
             make_policy: what chooses.
             max_local_tokens: uncached tokens that a decode worker may prefill; 0: none.
+            cache_events_s: from a change in a cache until it is known here.
         """
         self._fleet = Fleet()
         self._book = LoadBook(self._fleet, queue)
         self._index = PrefixIndex(clock=queue)
-        self.caches = CacheFeed(self._index, queue)
+        self.caches = CacheFeed(self._index, queue, cache_events_s)
         self._table = LawTable(self._fleet, Predictor(profiles))
         self._clock = queue
         policy = make_policy(self._fleet, self._table)
@@ -82,7 +84,9 @@ class Brain:
 
     def leave(self, worker: WorkerKey) -> None:
         """A worker is gone, and all that it held."""
-        self.caches.leave(worker.worker_id)
+        if self._fleet.row_of_id(worker.worker_id) == self._fleet.row_of(worker):
+            # Else its next life is here already.
+            self.caches.leave(worker.worker_id)
         self._placer.forget(worker)
         self._fleet.leave(worker)
 

@@ -41,13 +41,15 @@ class Scaler:
         self._has_more = has_more
         self.replicas = Replicas(scaling, queue, cluster)
         self.figures = SimulatedFigures(shape, queue, self.replicas, cluster)
-        profiles = {one.worker_class: one for one in (shape.prefill, shape.decode)}
+        profiles = scaling.profiles
+        if profiles is None:
+            profiles = (shape.prefill,) if shape.is_uniform else (shape.prefill, shape.decode)
         self.controller = Controller(
             scaling.settings,
             self.figures,
             self.replicas,
             queue,
-            predictor=Predictor(profiles.values() if scaling.has_profile else ()),
+            predictor=Predictor(profiles),
         )
         self.decisions: list[Decision] = []
         """All, each with its numbers."""

@@ -8,9 +8,10 @@ from pdserve.cache.granule_hash import GRANULE_TOKENS
 from pdserve.errors import ConfigError
 from pdserve.predictor.profile import Profile
 from pdserve.request import Role
+from simulation.cache_feed import FLUSH_S
 from simulation.record import Record
 from simulation.report import GapHistogram
-from simulation.spans import Span
+from simulation.spans import Span, replica_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +30,8 @@ class Scaling:
     """From the end of a flip's drain until the replica serves in its new pool."""
     drain_timeout_s: float = 60.0
     """A replica that is not empty by then ends; its requests go on elsewhere."""
-    has_profile: bool = True
-    """The autoscaler's predictor begins with the workers' profiles; False: with nothing."""
+    profiles: tuple[Profile, ...] | None = None
+    """What the autoscaler's predictor begins with; None: with the workers' own profiles."""
     has_samples: bool = True
     """It hears what steps took; False: it has speeds from what comes and waits alone."""
 
@@ -55,6 +56,8 @@ class ClusterShape:
     look_ahead: int = 4
     max_local_tokens: int = 0
     """Uncached prompt tokens that a decode worker may compute itself."""
+    cache_events_s: float = FLUSH_S
+    """From a change in a cache until the router knows of it."""
     control_s: float = 0.0005
     """A message between two processes."""
     router_s: float = 0.0005
@@ -79,8 +82,13 @@ class ClusterShape:
                 )
 
         scaling = self.scaling
-        if scaling is not None and scaling.settings.flips_in_place and self.prefill != self.decode:
+        if scaling is not None and scaling.settings.flips_in_place and not self.is_uniform:
             raise ConfigError("replicas of two profiles cannot change their pool in place")
+
+    @property
+    def is_uniform(self) -> bool:
+        """Workers of both pools are alike."""
+        return self.prefill == self.decode
 
     @property
     def has_prefill_pool(self) -> bool:
@@ -119,6 +127,12 @@ class ClusterRun:
     """Of the autoscaler, in their order, each with its numbers."""
     spans: list[Span] = field(default_factory=list)
     """Of all replicas of pools that are sized."""
+
+    def worker_s(self, role: Role) -> float:
+        """Returns how long all workers of a pool were there, or were paid for."""
+        if self.spans:
+            return replica_s(self.spans, 0.0, self.end_s)[role]
+        return len(self.busy_s[role]) * self.end_s
 
     @property
     def num_output_tokens(self) -> int:

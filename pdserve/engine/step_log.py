@@ -43,7 +43,7 @@ class StepLog:
 
     def take(self) -> tuple[PrefillSample | DecodeSample, ...]:
         """Returns, once, what was noted since the last call."""
-        taken = (*self._prefills, *self._decodes)
+        taken: tuple[PrefillSample | DecodeSample, ...] = (*self._prefills, *self._decodes)
         self._prefills.clear()
         self._decodes.clear()
         return taken
