@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from autoscaler.figures import Decision
 from pdserve.request import Role
+from simulation.record import Record
 from simulation.report import Report, Slo, make_report
 from simulation.shape import ClusterRun, ClusterShape
 from simulation.spans import replica_s, size_at
@@ -71,10 +72,9 @@ def make_scaling_report(
     spent_s = replica_s(run.spans, begin_s, duration_s)
     gpu_s = sum(spent_s[role] * shape.gpus_of(role) for role in Role)
     seconds = duration_s - begin_s
-    ttfts = (duration_s - one.at_s if one.ttft_s is None else one.ttft_s for one in records)
     return ScalingReport(
         report=make_report(records, run, slo, gpu_s / seconds),
-        worst_ttft_s=max(ttfts, default=0.0),
+        worst_ttft_s=worst_ttft_s(records, run.end_s),
         pools={
             role: PoolReport(
                 replica_hours=spent_s[role] / 3600,
@@ -90,6 +90,12 @@ def make_scaling_report(
         gpu_hours=gpu_s / 3600,
         decisions=tuple(run.decisions),
     )
+
+
+def worst_ttft_s(records: Iterable[Record], end_s: float) -> float:
+    """Returns the longest wait for a first token; one that never came counts until the end."""
+    waits = (end_s - one.at_s if one.ttft_s is None else one.ttft_s for one in records)
+    return max(waits, default=0.0)
 
 
 def most_replicas(run: ClusterRun, role: Role) -> int:
