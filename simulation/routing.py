@@ -3,13 +3,13 @@
 Only the policy may be another one, so that what is compared are choices and nothing else.
 """
 
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pdserve.cache.cached_granules import CachedGranules
 from pdserve.predictor.predictor import Predictor
 from pdserve.predictor.profile import Profile
-from pdserve.request import RequestId, Role
+from pdserve.request import RequestId, Role, WorkerId
 from router.cost import LawTable
 from router.fleet import Fleet, Member
 from router.load_book import LoadBook
@@ -107,9 +107,14 @@ class Brain:
         """Returns how long a pool takes for so many tokens; None while nothing is predicted."""
         return self._table.drain_s(num_tokens, role, self._clock.now())
 
+    def believed_cached(self, granules: Sequence[int]) -> dict[WorkerId, int]:
+        """Returns how many tokens of a prompt each worker has, by what the index was told."""
+        matches = self._index.match(granules)
+        return {worker_id: count * GRANULE_TOKENS for worker_id, count in matches.items()}
+
     def expect_uncached(self, query: PlaceQuery) -> int:
         """Returns what the worker with the longest prefix has not."""
-        cached = max(self._index.match(query.granules).values(), default=0) * GRANULE_TOKENS
+        cached = max(self.believed_cached(query.granules).values(), default=0)
         return max(query.num_tokens - cached, 1)
 
     def place(self, query: PlaceQuery) -> Choice:

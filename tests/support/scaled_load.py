@@ -54,10 +54,11 @@ class ScaledLoad:
         lengths: Lengths = LENGTHS,
         workload: Workload | None = None,
         actual: Profile = PROFILE,
-        until_s: float = float("inf"),
+        cache_events_s: float = 5.0,
         **scaling: object,
     ) -> None:
-        self.rate, self.duration_s, self.until_s = rate, duration_s, until_s
+        """Prompts share nothing by default: what the router knows of caches may be old."""
+        self.rate, self.duration_s = rate, duration_s
         self.workload = workload or make_shaped("load", rate, duration_s, lengths, seed)
         self.settings = settings
         self.shape = ClusterShape(
@@ -65,8 +66,7 @@ class ScaledLoad:
             decode=actual,
             num_prefill=sizes[0],
             num_decode=sizes[1],
-            # Prompts share nothing: what the router knows of caches may be old.
-            cache_events_s=5.0,
+            cache_events_s=cache_events_s,
             scaling=Scaling(settings=settings, **scaling),  # type: ignore[arg-type]
         )
         self.cluster = Cluster(self.shape)
@@ -87,7 +87,7 @@ class ScaledLoad:
 
     def run(self) -> ScalingReport:
         """Runs it; no block may be lost."""
-        self.result: ClusterRun = self.cluster.run(self.workload, self.until_s)
+        self.result: ClusterRun = self.cluster.run(self.workload)
         for ledger in self.cluster.nodes.ledgers():
             assert ledger.free_blocks + ledger.cached_blocks == ledger.total_blocks
         stretches = stretches_at(self.rate, self.duration_s, self.workload, self.shape)

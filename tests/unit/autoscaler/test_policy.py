@@ -8,9 +8,17 @@ from autoscaler.figures import Decision, Reading, Traffic, WorkerFigures
 from autoscaler.policy import ScalingPolicy
 from autoscaler.settings import PoolRange, ScalingSettings
 from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.profile import Profile
 from pdserve.request import Role
-from tests.support.scaling_model import PROFILE, WORKER_CLASS
 
+PROFILE = Profile(
+    worker_class="model",
+    prefill=(0.01, 0.0002, 0.0),
+    decode=(0.02, 0.0006, 0.0),
+    transfer=(0.001, 1e-10),
+    kv_bytes_per_token=1000,
+    kv_tokens=100_000,
+)
 SETTINGS = ScalingSettings(
     prefill=PoolRange(least=1, most=8), decode=PoolRange(least=1, most=8), tpot_s=0.05
 )
@@ -23,7 +31,7 @@ def worker(name: str, *, is_serving: bool = True, **fields: object) -> WorkerFig
         worker_id=name,
         role=Role(name.partition("-")[0]),
         is_serving=is_serving,
-        worker_class=WORKER_CLASS,
+        worker_class=PROFILE.worker_class,
         total_blocks=1000,
         max_num_seqs=64,
     )

@@ -12,19 +12,19 @@ from simulation.load_shapes import Rate, bursts, diurnal, idle, ramp, step, sway
 from simulation.record import Outcome
 from tests.support.scaled_load import PROFILE, SETTINGS, ScaledLoad
 
-BURSTS = bursts(2.0, 10.0, every_s=600.0, length_s=120.0)
+BURSTS = bursts(2.0, 10.0, every_s=450.0, length_s=100.0)
 
 
 @pytest.mark.parametrize(
     ("rate", "duration_s", "attained", "times_optimum"),
     [
-        pytest.param(step(4.0, 4.8, 400.0), 900.0, 0.99, 2.0, id="step"),
-        pytest.param(ramp(1.0, 7.5, 900.0), 1100.0, 0.98, 1.3, id="ramp"),
-        pytest.param(diurnal(0.5, 7.5, 1800.0), 1800.0, 0.98, 1.6, id="diurnal"),
+        pytest.param(step(4.0, 4.8, 300.0), 700.0, 0.99, 2.0, id="step"),
+        pytest.param(ramp(1.0, 6.0, 600.0), 750.0, 0.98, 1.3, id="ramp"),
+        pytest.param(diurnal(0.5, 6.5, 1200.0), 1200.0, 0.98, 1.6, id="diurnal"),
         # The first burst comes faster than a replica starts: see below.
-        pytest.param(BURSTS, 900.0, 0.75, 4.5, id="burst"),
+        pytest.param(BURSTS, 700.0, 0.75, 4.5, id="burst"),
         # So does the end of the silence.
-        pytest.param(idle(4.0, 300.0, 1200.0), 1440.0, 0.90, 1.6, id="idle"),
+        pytest.param(idle(4.0, 200.0, 1000.0), 1240.0, 0.90, 1.6, id="idle"),
     ],
 )
 def test_targets_are_met_at_a_bounded_cost(
@@ -42,36 +42,35 @@ def test_targets_are_met_at_a_bounded_cost(
         assert pool.reversals <= 2
     if rate is BURSTS:
         # The second burst finds what it needs.
-        assert load.attainment(after_s=500.0) >= 0.98
+        assert load.attainment(after_s=400.0) >= 0.98
 
 
-@pytest.mark.parametrize("rate", [step(4.0, 4.8, 300.0), BURSTS], ids=["step", "burst"])
-def test_without_a_word_of_what_steps_take_most_requests_are_in_time(rate: Rate) -> None:
-    load = ScaledLoad(rate, 800.0, profiles=(), has_samples=False)
+def test_without_a_word_of_what_steps_take_nearly_all_requests_are_in_time() -> None:
+    load = ScaledLoad(step(4.0, 4.8, 200.0), 500.0, profiles=(), has_samples=False)
     outcome = load.run()
     assert outcome.report.num_done == outcome.report.num_requests
-    assert outcome.report.ttft_attainment >= (0.75 if rate is BURSTS else 0.98)
+    assert outcome.report.ttft_attainment >= 0.98
 
 
 @pytest.mark.parametrize("has_samples", [True, False], ids=["predictor", "measured"])
 def test_C16_a_fifth_more_load_moves_pools_to_within_one_of_the_ideal(has_samples: bool) -> None:
     load = ScaledLoad(
-        step(8.0, 9.6, 300.0), 800.0, sizes=(5, 3), cold_factor=6.0, has_samples=has_samples
+        step(6.0, 7.2, 150.0), 550.0, sizes=(4, 2), cold_factor=6.0, has_samples=has_samples
     )
     outcome = load.run()
     (after,) = {
         tuple(optimum_sizes(one, load.shape, SETTINGS).items())
-        for one in stretches_at(lambda _: 9.6, 5.0, load.workload, load.shape)
+        for one in stretches_at(lambda _: 7.2, 5.0, load.workload, load.shape)
     }
     for role, ideal in after:
-        sizes = load.sizes(role, 360.0, 800.0)
+        sizes = load.sizes(role, 210.0, 550.0)
         assert min(sizes) >= ideal - 1
         assert max(sizes) <= ideal + 1
         assert outcome.pools[role].reversals <= 1
 
 
 def test_G9_load_that_sways_by_a_fifth_makes_no_more_than_one_reversal_in_ten_minutes() -> None:
-    load = ScaledLoad(sway(5.0, 0.2, 240.0), 1200.0, sizes=(4, 2))
+    load = ScaledLoad(sway(4.0, 0.2, 240.0), 960.0, sizes=(3, 2))
     outcome = load.run()
     assert load.attainment(after_s=60.0) >= 0.98
     assert max(pool.reversals for pool in outcome.pools.values()) <= 1
@@ -88,20 +87,20 @@ def test_dynamos_queue_of_160_seconds_cannot_build_up(profiles: tuple[object, ..
 
 
 def test_C18_nothing_changes_and_nothing_fails_while_registry_and_router_are_away() -> None:
-    load = ScaledLoad(lambda _: 4.0, 900.0, sizes=(3, 2), settings=replace(SETTINGS, lost_s=400.0))
+    load = ScaledLoad(lambda _: 4.0, 600.0, sizes=(3, 2), settings=replace(SETTINGS, lost_s=400.0))
 
     def away(now_s: float, reading: Reading) -> Reading:
-        if 300 < now_s < 600:
+        if 100 < now_s < 400:
             gone = tuple(replace(one, is_serving=False) for one in reading.workers)
             return replace(reading, workers=gone)
-        return replace(reading, traffic=None) if 650 < now_s < 900 else reading
+        return replace(reading, traffic=None) if 450 < now_s < 600 else reading
 
     load.alter = away
     load.run()
     assert {one.outcome for one in load.result.records} == {Outcome.DONE}
-    assert load.sizes(Role.PREFILL, 300.0, 900.0) == {3}
-    assert load.sizes(Role.DECODE, 300.0, 600.0) <= {1, 2}
-    assert [one for one in load.result.decisions if 650 < one.at_s < 900] == []
+    assert load.sizes(Role.PREFILL, 100.0, 600.0) == {3}
+    assert load.sizes(Role.DECODE, 100.0, 400.0) <= {1, 2}
+    assert [one for one in load.result.decisions if 450 < one.at_s < 600] == []
     assert load.attainment(after_s=0.0) >= 0.98
 
 
