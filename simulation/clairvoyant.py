@@ -1,13 +1,15 @@
 """What somebody spends who knows all rates beforehand, and whose replicas start in no time.
 
 For each stretch of time as many replicas as queueing theory asks for: for prefill the fewest that
-keep the tail of TTFT (`autoscaler.queueing`), for decode, by Little's law, as many as hold the
-sequences there are, each at the largest batch that keeps TPOT.
+keep the tail of TTFT (`autoscaler.queueing`), for decode as many as hold the sequences there are
+but for the same tail, each at the largest batch that keeps TPOT. How many there are is Little's law
+on the mean, and by chance more: as for a Poisson number, by its normal approximation.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from autoscaler.queueing import servers_needed
 from autoscaler.settings import ScalingSettings
@@ -76,6 +78,8 @@ def stretches_at(
 
 def optimum_sizes(one: Stretch, shape: ClusterShape, settings: ScalingSettings) -> dict[Role, int]:
     """Returns the replicas that a stretch needs, within the pools' ranges."""
+    sequences = one.requests_per_s * one.output_tokens * settings.tpot_s
+    sequences += NormalDist().inv_cdf(1.0 - settings.tail) * math.sqrt(sequences)
     needed = {
         Role.PREFILL: servers_needed(
             one.requests_per_s * one.service_s,
@@ -84,12 +88,7 @@ def optimum_sizes(one: Stretch, shape: ClusterShape, settings: ScalingSettings) 
             tail=settings.tail,
             utilization=settings.utilization,
         ),
-        Role.DECODE: math.ceil(
-            one.requests_per_s
-            * one.output_tokens
-            * settings.tpot_s
-            / _largest_batch(one, shape, settings)
-        ),
+        Role.DECODE: math.ceil(sequences / _largest_batch(one, shape, settings)),
     }
     return {role: settings.range_of(role).clamp(count) for role, count in needed.items()}
 
