@@ -117,4 +117,6 @@ def test_each_decision_is_kept_with_its_numbers():
     assert grown.numbers.num_serving == 2
     assert grown.numbers.need > 2
     assert grown.numbers.fit is not None
+    # The laws are linear, and so are the steps that were simulated.
+    assert grown.numbers.fit.mean_error < 0.01
     assert outcome.pools[Role.PREFILL].most >= grown.size
