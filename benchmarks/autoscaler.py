@@ -9,6 +9,7 @@ predictor begins with.
     profile      the replicas' own laws, and samples of their steps
     learned      nothing, and samples
     measured     nothing, and no samples: speeds come from what arrives and what waits
+    forgetful    as `profile`, but nothing is kept for the next burst
     clairvoyant  sizes are ordered that are computed from all rates beforehand, and start at once
 """
 
@@ -61,6 +62,7 @@ MODES = {
     "profile": Scaling(settings=SETTINGS),
     "learned": Scaling(settings=SETTINGS, profiles=()),
     "measured": Scaling(settings=SETTINGS, profiles=(), has_samples=False),
+    "forgetful": Scaling(settings=replace(SETTINGS, burst_memory_s=0.0)),
     "clairvoyant": Scaling(
         settings=replace(SETTINGS, grow_pause_s=0.0, shrink_pause_s=0.0), start_s=0.0, cold_s=0.0
     ),
