@@ -105,9 +105,17 @@ def test_pool_that_grew_for_old_requests_alone_waits_before_it_grows_again() -> 
     clocked = Clocked()
     waiting = replace(BUSY, oldest_s=2.0)
     clocked.see(*PAIR, traffic=waiting, seconds=5)
-    more = (worker("prefill-0"), worker("prefill-1"), worker("decode-0"))
-    assert clocked.see(*more, traffic=waiting, seconds=15) == []
-    assert len(clocked.see(*more, traffic=waiting, seconds=15)) == 1
+    busy = [worker(f"prefill-{i}", num_running=1) for i in range(2)]
+    assert clocked.see(*busy, PAIR[1], traffic=waiting, seconds=15) == []
+    assert len(clocked.see(*busy, PAIR[1], traffic=waiting, seconds=15)) == 1
+
+
+def test_old_request_does_not_grow_a_pool_of_twice_its_need_with_replicas_that_are_idle() -> None:
+    # One prompt is so long that it is late on any replica; the others have nothing to do.
+    pool = (worker("prefill-0", num_running=1, queued_tokens=900), worker("prefill-1"), PAIR[1])
+    assert Clocked().see(*pool, traffic=replace(BUSY, oldest_s=9.0), seconds=60) == []
+    alone = Clocked().see(pool[0], PAIR[1], traffic=replace(BUSY, oldest_s=9.0), seconds=5)
+    assert kinds(alone) == [("grow", Role.PREFILL, 2)]
 
 
 def test_sequences_that_fill_the_kv_make_decode_grow() -> None:

@@ -8,9 +8,11 @@ from autoscaler.figures import Reading
 from autoscaler.settings import PoolRange
 from pdserve.request import Role
 from simulation.clairvoyant import optimum_sizes, stretches_at
+from simulation.generators import make_shaped
 from simulation.load_shapes import bursts, idle, step, sway
 from simulation.record import Outcome
-from tests.support.scaled_load import PROFILE, SETTINGS, ScaledLoad
+from simulation.workload import Arrival, Piece, make_workload
+from tests.support.scaled_load import LENGTHS, PROFILE, SETTINGS, ScaledLoad
 
 
 @pytest.mark.parametrize("has_samples", [True, False], ids=["predictor", "measured"])
@@ -45,6 +47,22 @@ def test_dynamos_queue_of_160_seconds_cannot_build_up(profiles: tuple[object, ..
     outcome = load.run()
     assert outcome.worst_ttft_s < 40.0
     assert load.attainment(after_s=220.0) >= 0.95
+
+
+def test_prompts_that_are_late_on_any_replica_do_not_make_a_pool_grow_and_grow() -> None:
+    # One in a minute takes 10 s by itself; the others keep one replica a quarter busy.
+    lengths = replace(LENGTHS, spread=0.2)
+    plain = make_shaped("plain", lambda _: 0.6, 600.0, lengths, 1)
+    long = [
+        Arrival(at_s=30.0 + 60.0 * n, pieces=(Piece(10_000 + n, 24_000),), num_output_tokens=50)
+        for n in range(9)
+    ]
+    workload = make_workload("long prompts", [*plain.arrivals, *long])
+    load = ScaledLoad(lambda _: 0.6, 600.0, sizes=(2, 1), workload=workload)
+    load.run()
+    # Twice the need; without that bound it ended with 11.
+    assert max(load.sizes(Role.PREFILL, 0.0, 600.0)) <= 4
+    assert {one.outcome for one in load.result.records} == {Outcome.DONE}
 
 
 def test_C18_nothing_changes_and_nothing_fails_while_registry_and_router_are_away() -> None:
