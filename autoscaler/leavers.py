@@ -33,6 +33,11 @@ def busyness(worker: WorkerFigures) -> tuple[int, int]:
     return (worker.num_running + worker.num_waiting + worker.num_held, worker.used_blocks)
 
 
+def is_empty(worker: WorkerFigures) -> bool:
+    """Says whether a replica has nothing to do."""
+    return not any(busyness(worker)) and not worker.queued_tokens
+
+
 def _last_numbers(
     starting: Sequence[WorkerFigures], serving: Sequence[WorkerFigures], count: int
 ) -> tuple[str, ...]:

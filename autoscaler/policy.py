@@ -6,7 +6,7 @@ at once. The pools are coupled: decode does not grow while prefill starves (noth
 it), prefill not while decode is full (it would wait for it), and neither shrinks meanwhile.
 
 The age of the oldest request without a token stands above all predictions: while it is past its
-target and nothing starts, the pool that is to blame grows, whatever the figures say.
+target and nothing starts, the pool to blame grows, unless it has twice its need and idle replicas.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from typing import Literal
 
 from autoscaler.demand import Demand
 from autoscaler.figures import Decision, Numbers, PoolNumbers, Reading, WorkerFigures
-from autoscaler.leavers import busyness, choose_leavers
+from autoscaler.leavers import busyness, choose_leavers, is_empty
 from autoscaler.need import FORESEEN, Need
 from autoscaler.reserve import BurstMemory
 from autoscaler.roster import Roster
@@ -194,7 +194,8 @@ class ScalingPolicy:
         # With one pool only, it is to blame for everything.
         is_blamed = not is_full if role is Role.PREFILL else is_full or self._has_one_pool
         # Asked even where nobody is to blame: it remembers since when.
-        if self._is_overdue(now_s, state) and is_blamed and state.numbers.need <= active:
+        is_overdue = self._is_overdue(now_s, state) and is_blamed
+        if is_overdue and state.numbers.need <= active and not self._has_spare(now_s, role):
             size = active + self._overdue_step(state.numbers)
             return size, "the oldest request waits too long"
         is_calm = need.why in FROM_RATES and oldest_s <= self._settings.ttft_s
@@ -227,6 +228,11 @@ class ScalingPolicy:
             return False
         last_s = max(state.grown_s or -inf, state.started_s or -inf)
         return now_s - last_s > settings.catch_up_s
+
+    def _has_spare(self, now_s: float, role: Role) -> bool:
+        """Twice what it needs, some of it idle: a prompt may be late by its own length alone."""
+        numbers, serving = self._pools[role].numbers, self._roster.serving(role, now_s)
+        return numbers.num_active >= 2 * numbers.need and any(map(is_empty, serving))
 
     def _overdue_step(self, numbers: PoolNumbers) -> int:
         is_far_off = numbers.oldest_s > 4 * self._settings.ttft_s
@@ -283,8 +289,7 @@ class ScalingPolicy:
         one = self._flipper(now_s, role)
         if one is None:
             return False
-        is_idle = not any(busyness(one)) and not one.queued_tokens
-        flip_s = self._settings.change_s if is_idle else self._roster.flip_s[role]
+        flip_s = self._settings.change_s if is_empty(one) else self._roster.flip_s[role]
         return flip_s < self._roster.start_s[role]
 
     def _flipper(self, now_s: float, role: Role) -> WorkerFigures | None:

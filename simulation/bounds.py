@@ -15,8 +15,8 @@ def hopeless_share(workload: Workload, profile: Profile, ttft_s: float) -> float
     All that was asked before counts as cached.
     """
     hopeless = sum(
-        _alone_s(profile, uncached, one.num_prompt_tokens - uncached) > ttft_s
-        for one, uncached in _uncached(workload)
+        alone_s(profile, uncached, one.num_prompt_tokens - uncached) > ttft_s
+        for one, uncached in split_uncached(workload)
     )
     return hopeless / max(len(workload.arrivals), 1)
 
@@ -30,7 +30,7 @@ def lower_bounds(workload: Workload, profile: Profile) -> tuple[float, float]:
     seconds = max(workload.duration_s, 1e-9)
     fixed, per_sequence, per_token = profile.decode
     prefill_s = decode_s = held_token_s = 0.0
-    for one, uncached in _uncached(workload):
+    for one, uncached in split_uncached(workload):
         output = one.num_output_tokens
         prefill_s += _shared_s(profile, uncached, one.num_prompt_tokens - uncached)
         context = one.num_prompt_tokens + output / 2
@@ -45,7 +45,7 @@ def lower_bounds(workload: Workload, profile: Profile) -> tuple[float, float]:
     return prefill_s / seconds, min(max(decode_s / seconds, held), 2 * decode_s / seconds)
 
 
-def _uncached(workload: Workload) -> Iterator[tuple[Arrival, int]]:
+def split_uncached(workload: Workload) -> Iterator[tuple[Arrival, int]]:
     """Walks over requests with the tokens of each that nobody has computed before."""
     seen: set[int] = set()
     for one in workload.arrivals:
@@ -66,7 +66,7 @@ def _shared_s(profile: Profile, uncached: int, cached: int) -> float:
     return fixed * share + uncached * (per_token + per_pair * (cached + uncached / 2))
 
 
-def _alone_s(profile: Profile, uncached: int, cached: int) -> float:
+def alone_s(profile: Profile, uncached: int, cached: int) -> float:
     """Returns a prompt's time in steps of its own."""
     fixed, per_token, per_pair = profile.prefill
     num_steps = -(-uncached // profile.max_num_batched_tokens)

@@ -21,11 +21,13 @@ FLUSH_S = 0.02
 class CacheFeed:
     """Feeds the caches of all workers into one index."""
 
-    def __init__(self, index: PrefixIndex, queue: EventQueue) -> None:
+    def __init__(self, index: PrefixIndex, queue: EventQueue, flush_s: float = FLUSH_S) -> None:
         """Follows nobody."""
+        self._flush_s = flush_s
         self._batches = EventBatches(index)
         self._queue = queue
         self._caches: dict[WorkerId, CachedGranules] = {}
+        self._missed: set[WorkerId] = set()
         self._is_due = False
         self.has_work: Callable[[], bool] = _never
         """Says whether anything may change any more: else virtual time would have no end."""
@@ -39,19 +41,39 @@ class CacheFeed:
     def leave(self, worker_id: WorkerId) -> None:
         """Drops a worker, and what it told last."""
         self._caches.pop(worker_id, None)
+        self._missed.discard(worker_id)
         self._batches.discard(worker_id)
+
+    def miss(self, worker_id: WorkerId) -> None:
+        """Hears nothing of a worker from now on; what it told before counts no more."""
+        self._missed.add(worker_id)
+        self._batches.begin_snapshot(worker_id)
+
+    def look_anew(self, worker_id: WorkerId) -> None:
+        """Asks a worker that was missed for all that it has, and hears it from then on."""
+        self._missed.discard(worker_id)
+        cache = self._caches.get(worker_id)
+        if cache is None:
+            return
+        cache.take_changes()
+        self._batches.begin_snapshot(worker_id)
+        keys = np.fromiter(cache.keys(), np.uint64, len(cache))
+        self._batches.put(worker_id, keys, np.zeros(len(cache), np.bool_))
+        self.wake()
 
     def wake(self) -> None:
         """Something may have changed."""
         if not self._is_due:
             self._is_due = True
-            self._queue.after(FLUSH_S, self._flush)
+            self._queue.after(self._flush_s, self._flush)
 
     def _flush(self) -> None:
         self._is_due = False
         for worker_id, cache in self._caches.items():
             if cache.changes.keys:
                 changes = cache.take_changes()
+                if worker_id in self._missed:
+                    continue
                 keys = np.frombuffer(changes.keys, np.uint64)
                 self._batches.put(worker_id, keys, np.frombuffer(changes.is_removed, np.bool_))
         while self._batches.num_waiting:

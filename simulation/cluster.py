@@ -7,30 +7,32 @@ what it does in between is what `router.recovery` does, without a network.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from math import inf
 
+from autoscaler.figures import Traffic
 from decode_worker.occupancy import LetGo
 from decode_worker.progress import DecodeProgress
-from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.prefill_actions import PrefillStage
-from pdserve.engine.scheduler import SchedulerLedger, Stage
+from pdserve.engine.scheduler import Stage
 from pdserve.errors import NoWorker, Overloaded, PdserveError, TooLong
-from pdserve.request import Incarnation, Request, RequestId, Role, WorkerId
-from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
+from pdserve.request import Request, RequestId, Role, WorkerId
+from prefill_worker.scheduler import PrefillProgress
 from router.admission import Admission
 from router.policy import Choice
 from router.slo import TooLate
+from router.traffic import TrafficMeter
 from router.worker_key import WorkerKey
 from simulation.clock import EventQueue, without_collector
 from simulation.decode_node import DecodeNode
 from simulation.handoffs import Handoff, Handoffs
 from simulation.journey import Journey, begin_journey
-from simulation.pace import Pace
+from simulation.nodes import Nodes
 from simulation.piece_chain import PieceChain, PromptChains
 from simulation.prefill_node import PrefillNode
+from simulation.readings import sum_traffic
 from simulation.record import Outcome
 from simulation.routing import Brain, PolicyMaker, make_joint_policy
-from simulation.schedulers import make_decode_scheduler, make_prefill_scheduler
+from simulation.scaler import Scaler
 from simulation.shape import ClusterRun, ClusterShape
 from simulation.turns import Turns, Waiting
 from simulation.workload import Arrival, Workload
@@ -52,86 +54,74 @@ class Cluster:
         self.shape = shape
         self._chains = chains
         self.queue = EventQueue()
-        self._brain = Brain(
+        self.brain = Brain(
             {one.worker_class: one for one in (shape.prefill, shape.decode)}.values(),
             self.queue,
             make_policy=make_policy,
             max_local_tokens=shape.max_local_tokens,
+            cache_events_s=shape.cache_events_s,
         )
-        self._brain.caches.has_work = lambda: bool(self._journeys)
+        self.brain.caches.has_work = lambda: bool(self._journeys)
         self._admission = Admission(shape.max_queued, shape.max_in_flight)
         self._handoffs = Handoffs(shape.prefill, shape.control_s, self.queue, self)
-        self._prefills: dict[WorkerKey, PrefillNode] = {}
-        self._decodes: dict[WorkerKey, DecodeNode] = {}
         self._journeys: dict[RequestId, Journey] = {}
-        self._incarnations = count(1)
+        self.nodes = Nodes(
+            shape,
+            self.queue,
+            self.brain,
+            self,
+            make_chain=self._chain_of,
+            make_token=self._token_of,
+        )
         self._turns = Turns(
-            self._brain, self.queue, lambda request_id: self._place(self._journeys[request_id])
+            self.brain, self.queue, lambda request_id: self._place(self._journeys[request_id])
         )
         self.run_so_far = ClusterRun()
-        for number in range(shape.num_prefill):
-            self.add_worker(Role.PREFILL, WorkerId(f"prefill-{number}"))
-        for number in range(shape.num_decode):
-            self.add_worker(Role.DECODE, WorkerId(f"decode-{number}"))
+        self._meter = TrafficMeter()
+        self._num_coming = 0
+        self._until_s = inf
+        self.scaler: Scaler | None = None
+        if shape.scaling is None:
+            self.nodes.begin()
+        else:
+            self.scaler = Scaler(shape, self.queue, self, self._has_more)
 
     def add_worker(self, role: Role, worker_id: WorkerId) -> WorkerKey:
         """Starts a worker, which takes requests at once."""
-        key = WorkerKey(worker_id, Incarnation(next(self._incarnations)))
-        profile = self.shape.prefill if role is Role.PREFILL else self.shape.decode
-        granules = self._brain.join(key, role, profile)
-        if role is Role.PREFILL:
-            prefill = make_prefill_scheduler(self.shape, self.queue, self._chain_of, granules)
-            self._prefills[key] = PrefillNode(key, prefill, Pace(profile), self.queue, self)
-        else:
-            decode = make_decode_scheduler(self.shape, self.queue, self._chain_of, granules)
-            self._decodes[key] = DecodeNode(
-                key,
-                decode,
-                Pace(profile),
-                self.queue,
-                self,
-                self._token_of,
-                skips_steps=self.shape.skips_steps,
-            )
-        return key
-
-    @property
-    def workers(self) -> tuple[WorkerKey, ...]:
-        """All that live."""
-        return (*self._prefills, *self._decodes)
-
-    def ledgers(self) -> tuple[SchedulerLedger, ...]:
-        """Returns what each worker holds, after asserting that no block is lost."""
-        schedulers: list[PrefillScheduler | DecodeScheduler] = [
-            *(node.scheduler for node in self._prefills.values()),
-            *(node.scheduler for node in self._decodes.values()),
-        ]
-        for scheduler in schedulers:
-            scheduler.check()
-        return tuple(scheduler.ledger() for scheduler in schedulers)
+        return self.nodes.add(role, worker_id)
 
     def slow_down(self, worker: WorkerKey, factor: float) -> None:
         """Makes a worker's steps take so many times as long, from its next one on."""
-        node = self._prefills.get(worker) or self._decodes[worker]
-        node.pace.slowness = factor
+        node = self.nodes.find(worker)
+        assert node is not None
+        node.change_pace(factor)
 
     def kill(self, worker: WorkerKey) -> None:
         """Ends a worker's process; the router finds out a while later."""
-        lost: tuple[LetGo, ...] = ()
-        if worker in self._prefills:
-            prefill = self._prefills.pop(worker)
-            prefill.is_dead = True
-            self.run_so_far.busy_s[Role.PREFILL].append(prefill.busy_s)
-        else:
-            decode = self._decodes.pop(worker)
-            decode.book_until_now()
-            decode.is_dead = True
-            self.run_so_far.busy_s[Role.DECODE].append(decode.busy_s)
-            lost = decode.scheduler.drain()
+        lost = self._end(worker)
         self.queue.after(self.shape.detect_s, lambda: self._lost_worker(worker, lost))
+        if self.scaler is not None:
+            self.scaler.replicas.died(worker)
 
-    def run(self, workload: Workload, until_s: float = float("inf")) -> ClusterRun:
-        """Lets all requests come and returns what became of them."""
+    def retire(self, worker: WorkerKey) -> None:
+        """Ends a worker that has drained, or had its time to; the router knows at once."""
+        self._lost_worker(worker, self._end(worker))
+
+    def _end(self, worker: WorkerKey) -> tuple[LetGo, ...]:
+        role, busy_s, lost = self.nodes.end(worker)
+        self.run_so_far.busy_s[role].append(busy_s)
+        return lost
+
+    def traffic(self) -> Traffic:
+        """Returns what the router has seen, as a front of production tells it."""
+        seen = self._meter, self.run_so_far.num_output_tokens, self._admission
+        return sum_traffic(self.queue.now(), self._journeys.values(), *seen)
+
+    def run(self, workload: Workload, until_s: float = inf) -> ClusterRun:
+        """Lets all requests come, until an end if there is one, and returns what became of them."""
+        self._num_coming, self._until_s = len(workload.arrivals), until_s
+        if self.scaler is not None:
+            self.scaler.begin()
         for number, arrival in enumerate(workload.arrivals):
             self.queue.at(arrival.at_s, partial(self._arrive, number, arrival))
         with without_collector():
@@ -139,31 +129,39 @@ class Cluster:
         for journey in tuple(self._journeys.values()):
             self._finish(journey, Outcome.UNFINISHED)
         result = self.run_so_far
-        result.busy_s[Role.PREFILL] += [one.busy_s for one in self._prefills.values()]
-        result.busy_s[Role.DECODE] += [one.busy_s for one in self._decodes.values()]
+        result.busy_s[Role.PREFILL] += [one.busy_s for one in self.nodes.prefills.values()]
+        result.busy_s[Role.DECODE] += [one.busy_s for one in self.nodes.decodes.values()]
         result.end_s, result.num_events = self.queue.now(), self.queue.num_done
+        if self.scaler is not None:
+            result.decisions = self.scaler.decisions
+            result.spans = self.scaler.replicas.spans
         return result
+
+    def _has_more(self) -> bool:
+        return bool(self._num_coming or self._journeys) or self._until_s < inf
 
     # What requests go through, in the order of their lives.
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
         journey = begin_journey(number, arrival, self.shape.prefill.block_size, self._chains)
         request = journey.request
+        self._num_coming -= 1
         try:
             self._admission.admit()
         except Overloaded:
             self._finish(journey, Outcome.REFUSED)
             return
         journey.is_admitted = True
+        self._meter.note_arrival(arrival.num_prompt_tokens)
         self._journeys[request.request_id] = journey
-        self._brain.caches.wake()
+        self.brain.caches.wake()
         self.queue.after(self.shape.router_s, lambda: self._wait_for_turn(journey))
 
     def _wait_for_turn(self, journey: Journey) -> None:
         query, shape = journey.query(self.shape, self.queue.now()), self.shape
         role = Role.PREFILL if query.has_prefill_pool else Role.DECODE
         num_before = self._turns.tokens_before(journey.arrival.priority)
-        wait_s = self._brain.drain_s(num_before, role) if num_before else None
+        wait_s = self.brain.drain_s(num_before, role) if num_before else None
         if query.ttft_slo_s is not None and wait_s is not None and wait_s > query.ttft_slo_s:
             self._finish(journey, Outcome.REFUSED)
         elif shape.has_waiting_room:
@@ -171,7 +169,7 @@ class Cluster:
                 request_id=journey.request_id,
                 priority=journey.arrival.priority,
                 tenant=journey.arrival.tenant,
-                uncached_tokens=self._brain.expect_uncached(query),
+                uncached_tokens=self.brain.expect_uncached(query),
             )
             self._turns.wait(turn, role)
         else:
@@ -181,7 +179,7 @@ class Cluster:
         if journey.request_id not in self._journeys:
             return
         try:
-            choice = self._brain.place(journey.query(self.shape, self.queue.now()))
+            choice = self.brain.place(journey.query(self.shape, self.queue.now()))
         except TooLate:
             self._finish(journey, Outcome.REFUSED)
             return
@@ -202,14 +200,18 @@ class Cluster:
         if journey.request is not request:
             return
         try:
-            if choice.prefill is None:
-                if choice.decode in self._decodes:
-                    self._decodes[choice.decode].submit_local(request)
-            elif choice.prefill in self._prefills:
-                decode = self._decodes.get(choice.decode)
-                prefill = self._prefills[choice.prefill]
-                self._handoffs.begin(request, prefill, decode)
-                prefill.submit(request)
+            node = self.nodes.first_of(choice)
+            if node is None:
+                return
+            if node.is_draining:
+                # It says so before it has begun with it: the next try is no new attempt.
+                self.brain.keep_only(journey.request_id, ())
+                self._place(journey)
+            elif isinstance(node, DecodeNode):
+                node.submit_local(request)
+            else:
+                self._handoffs.begin(request, node, self.nodes.decodes.get(choice.decode))
+                node.submit(request)
         except TooLong:
             self._finish(journey, Outcome.TOO_LONG)
         except PdserveError:
@@ -225,7 +227,7 @@ class Cluster:
         """Passes on; the first token is the client's."""
         journey = self._journeys[progress.request_id]
         if progress.samples:
-            self._brain.finish_prefill(progress.request_id, node.key)
+            self.brain.finish_prefill(progress.request_id, node.key)
             self._note_first(journey, node.scheduler.num_cached_tokens(progress.request_id))
             if progress.samples[0].finish_reason is not None:
                 handoff = self._handoffs.find(progress.request_id)
@@ -269,7 +271,7 @@ class Cluster:
     def has_sampled(self, node: DecodeNode, progress: DecodeProgress) -> None:
         """Takes a token of a planned step."""
         journey = self._journeys[progress.request_id]
-        self._brain.finish_prefill(progress.request_id, node.key)
+        self.brain.finish_prefill(progress.request_id, node.key)
         if journey.first_s is None:
             self._note_first(journey, progress.num_cached_tokens)
         if progress.finish_reason is not None:
@@ -295,7 +297,7 @@ class Cluster:
             self._try_again(journey, let_go.next_index)
 
     def _lost_worker(self, worker: WorkerKey, lost: tuple[LetGo, ...]) -> None:
-        self._brain.leave(worker)
+        self.brain.leave(worker)
         for let_go in lost:
             self._let_go(let_go)
         for journey in tuple(self._journeys.values()):
@@ -324,7 +326,7 @@ class Cluster:
             journey.query(self.shape, self.queue.now()), excluded=frozenset(journey.tried)
         )
         try:
-            journey.decode = self._brain.place_decode(query, handoff.prefill.key)
+            journey.decode = self.brain.place_decode(query, handoff.prefill.key)
         except NoWorker:
             journey.tried.clear()
             self.queue.after(retry_s, lambda: self._place_decode(journey, handoff, retry_s))
@@ -333,7 +335,7 @@ class Cluster:
             self.cannot_fit(handoff)
             return
         self._keep_holders(journey)
-        decode = self._decodes.get(journey.decode)
+        decode = self.nodes.decodes.get(journey.decode)
         if decode is not None:
             self._handoffs.place(handoff, decode)
 
@@ -347,30 +349,36 @@ class Cluster:
         journey.request = replace(old, token_ids=tokens, attempt=old.attempt + 1, is_priority=True)
         journey.prefill = journey.decode = None
         journey.tried.clear()
-        self._brain.keep_only(journey.request_id, ())
+        self.brain.keep_only(journey.request_id, ())
+        if not journey.is_waiting:
+            journey.is_waiting = True
+            self._admission.wait_again()
         self._place(journey)
 
     def _keep_holders(self, journey: Journey) -> None:
         holders = tuple(key for key in (journey.prefill, journey.decode) if key is not None)
-        self._brain.keep_only(journey.request_id, holders)
+        self.brain.keep_only(journey.request_id, holders)
 
     def _note_first(self, journey: Journey, cached_tokens: int) -> None:
         if journey.first_s is None:
             journey.first_s = self.queue.now() + self.shape.control_s
+            self.run_so_far.num_first_tokens += 1
             journey.cached_tokens = cached_tokens
 
     def _note_last(self, journey: Journey) -> None:
         journey.last_s = self.queue.now() + self.shape.control_s
-        self._brain.note_output(journey.arrival.num_output_tokens)
+        self.brain.note_output(journey.arrival.num_output_tokens)
         self._finish(journey, Outcome.DONE)
 
     def _finish(self, journey: Journey, outcome: Outcome) -> None:
         journey.outcome = outcome
         if journey.last_s is None and outcome is Outcome.DONE:
             journey.last_s = journey.first_s
+        if outcome is Outcome.DONE:
+            self._meter.note_end(journey.arrival.num_prompt_tokens, journey.cached_tokens)
         self._journeys.pop(journey.request_id, None)
         if journey.is_admitted:
-            self._brain.keep_only(journey.request_id, ())
+            self.brain.keep_only(journey.request_id, ())
             service_s = self.queue.now() - journey.arrival.at_s
             self._admission.leave(is_waiting=journey.is_waiting, service_s=service_s)
         self.run_so_far.records.append(journey.record())

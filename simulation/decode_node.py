@@ -18,6 +18,7 @@ from decode_worker.progress import DecodeProgress
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.skipping import TokenMaker
 from pdserve.engine.batch import StepPlan, StepResult
+from pdserve.engine.step_log import MAX_SAMPLES_A_KIND, StepLog
 from pdserve.request import Request, RequestId, SampledToken
 from router.worker_key import WorkerKey
 from simulation.clock import EventQueue
@@ -53,11 +54,20 @@ class _Run:
     begin_s: float
     num_steps: int
     num_sequences: int
+    num_kv_tokens: int
+    """That the first step reads."""
     time: RunTime
 
     @property
     def end_s(self) -> float:
         return self.begin_s + self.time.total_s(self.num_steps)
+
+    def forget(self, num_steps: int) -> None:
+        """Begins behind steps that have ended."""
+        self.begin_s += self.time.total_s(num_steps)
+        self.time = self.time.after(num_steps)
+        self.num_kv_tokens += num_steps * self.num_sequences
+        self.num_steps -= num_steps
 
 
 class DecodeNode:
@@ -79,7 +89,11 @@ class DecodeNode:
         self.key = key
         self.scheduler = scheduler
         self.pace = pace
+        self.log: StepLog | None = None
+        """Of what its steps took; None: nobody asks."""
         self.is_dead = False
+        self.is_draining = False
+        """It takes nothing new."""
         self.busy_s = 0.0
         self.link_free_s = 0.0
         """When what it receives has come."""
@@ -90,6 +104,17 @@ class DecodeNode:
         self._is_stepping = False
         self._version = 0
         self._landed: list[Request] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Has nothing to compute; reservations, as in production, do not count."""
+        is_still = self._run is None and not self._is_stepping and not self._landed
+        return is_still and self.scheduler.ledger().sequences == 0
+
+    def change_pace(self, slowness: float) -> None:
+        """Takes so many times as long from the next step on."""
+        self._end_run_soon()
+        self.pace.slowness = slowness
 
     def reserve(self, request: Request) -> Grant | Refusal:
         """Takes blocks for a request, as they are at this instant."""
@@ -147,8 +172,9 @@ class DecodeNode:
     def _begin_run(self, num_steps: int) -> float:
         skipper = self.scheduler.skipper
         num_sequences = skipper.num_running
-        time = self.pace.run_time(num_sequences, skipper.num_kv_tokens)
-        self._run = _Run(self._queue.now(), num_steps, num_sequences, time)
+        num_kv_tokens = skipper.num_kv_tokens
+        time = self.pace.run_time(num_sequences, num_kv_tokens)
+        self._run = _Run(self._queue.now(), num_steps, num_sequences, num_kv_tokens, time)
         self._schedule_run_end()
         return self._run.begin_s + time.first_s
 
@@ -175,14 +201,16 @@ class DecodeNode:
         done = run.time.num_within(self._queue.now() - run.begin_s, run.num_steps - 1)
         if done:
             self._book(run, done)
-            run.begin_s += run.time.total_s(done)
-            run.time = run.time.after(done)
-            run.num_steps -= done
+            run.forget(done)
 
     def _book(self, run: _Run, num_steps: int) -> None:
         total_s = run.time.total_s(num_steps)
         self.busy_s += total_s
         self._outlet.has_stepped(num_steps * run.num_sequences, total_s / num_steps)
+        if self.log is not None:
+            for step in range(max(0, num_steps - MAX_SAMPLES_A_KIND), num_steps):
+                num_kv_tokens = run.num_kv_tokens + step * run.num_sequences
+                self.log.note_decode(run.num_sequences, num_kv_tokens, run.time.step_s(step))
         ended = self.scheduler.skipper.skip_steps(num_steps, total_s / num_steps, self._make_token)
         for request in ended:
             self._outlet.has_ended(self, request)
@@ -216,6 +244,8 @@ class DecodeNode:
         if self.is_dead:
             return
         self._is_stepping = False
+        if self.log is not None:
+            self.log.note(plan, step_s)
         sampled = {
             part.request.request_id: SampledToken(token_id=self._make_token(part.request))
             for part in plan.slices

@@ -9,7 +9,11 @@ import random
 from dataclasses import dataclass
 from itertools import count
 
+from simulation.load_shapes import Rate
 from simulation.workload import Arrival, Piece, Workload, make_workload
+
+_SLOT_S = 0.2
+"""A rate that changes is even for so long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,27 @@ def make_arrival_times(
     return times
 
 
+def make_shaped_times(rate: Rate, duration_s: float, seed: int) -> list[float]:
+    """Returns times of a Poisson process whose rate changes."""
+    numbers = random.Random(f"shaped {seed}")
+    times: list[float] = []
+    for index in range(math.ceil(duration_s / _SLOT_S)):
+        slot_s = index * _SLOT_S
+        end_s = min(slot_s + _SLOT_S, duration_s)
+        now_s, per_s = slot_s, rate(slot_s)
+        while per_s > 0:
+            now_s += numbers.expovariate(per_s)
+            if now_s >= end_s:
+                break
+            times.append(now_s)
+    return times
+
+
+def make_shaped(name: str, rate: Rate, duration_s: float, lengths: Lengths, seed: int) -> Workload:
+    """Makes requests that share nothing and come at a rate that changes."""
+    return _make_unshared(name, make_shaped_times(rate, duration_s, seed), lengths, seed)
+
+
 def make_plain(
     num_requests: int,
     rate_per_s: float,
@@ -51,10 +76,15 @@ def make_plain(
     shape: float = 1.0,
 ) -> Workload:
     """Makes requests that share nothing."""
-    numbers = random.Random(f"plain {seed}")
+    name = "poisson" if shape == 1.0 else f"gamma {shape:g}"
     times = make_arrival_times(num_requests, rate_per_s, seed, shape=shape)
+    return _make_unshared(name, times, lengths, seed)
+
+
+def _make_unshared(name: str, times: list[float], lengths: Lengths, seed: int) -> Workload:
+    numbers = random.Random(f"plain {seed}")
     return make_workload(
-        "poisson" if shape == 1.0 else f"gamma {shape:g}",
+        name,
         [
             Arrival(
                 at_s=at_s,

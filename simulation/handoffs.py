@@ -135,6 +135,9 @@ class Handoffs:
             return
         if decode.is_dead:
             return  # the router notices, and places it anew
+        if decode.is_draining:
+            self._queue.after(self._control_s, lambda: self._refused(handoff, attempt, None))
+            return
         answer = decode.reserve(handoff.request)
         if isinstance(answer, Grant):
             # The blocks are taken now; prefill hears of them a message later.

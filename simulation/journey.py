@@ -57,7 +57,7 @@ class Journey:
             num_growth_tokens=request.sampling.max_tokens - request.num_emitted,
             granules=self.granules,
             may_be_local=shape.max_local_tokens > 0,
-            has_prefill_pool=shape.num_prefill > 0,
+            has_prefill_pool=shape.has_prefill_pool,
             tpot_slo_s=shape.tpot_slo_s,
             ttft_slo_s=None if ttft_slo_s is None else ttft_slo_s - (now_s - self.arrival.at_s),
         )

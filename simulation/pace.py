@@ -23,6 +23,10 @@ class RunTime:
     first_s: float
     growth_s: float
 
+    def step_s(self, index: int) -> float:
+        """Returns how long one of the steps takes, the first being 0."""
+        return self.first_s + self.growth_s * index
+
     def total_s(self, num_steps: int) -> float:
         """Returns how long so many steps take."""
         return num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2

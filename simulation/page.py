@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from simulation import scaled_plan
+from simulation.scaled_plan import ScaledPlan
 from simulation.search import Plan, Trial
 
 _WIDTH, _HEIGHT, _MARGIN = 460, 300, 52
@@ -30,8 +32,8 @@ class Curve:
     """The point of the workload's own rate."""
 
 
-def make_page(plan: Plan, model: str) -> str:
-    """Returns the page."""
+def make_page(plan: Plan, model: str, scaled: ScaledPlan | None = None) -> str:
+    """Returns the page; what the autoscaler would do is on it where that was asked for."""
     chosen = plan.chosen
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
@@ -60,6 +62,9 @@ def make_page(plan: Plan, model: str) -> str:
     if plan.frontier:
         parts.append("<h2>The chosen plan under other rates</h2>")
         parts.append(_table(plan.frontier, chosen))
+    if scaled is not None:
+        parts.append(f"<h2>Fixed and autoscaled pools, {scaled.num_requests} requests</h2>")
+        parts.append(_scaled_table(scaled))
     parts.append("</body></html>\n")
     return "\n".join(parts)
 
@@ -137,6 +142,12 @@ def _table(trials: Sequence[Trial], chosen: Trial | None) -> str:
         mark = " class='chosen'" if trial is chosen else ""
         rows.append(f"<tr{mark}>{cells}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _scaled_table(scaled: ScaledPlan) -> str:
+    rows = [scaled_plan.COLUMNS, *scaled_plan.rows_of(scaled)]
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 COLUMNS = (

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdserve.engine.batch import StepPlan, StepResult
+from pdserve.engine.step_log import StepLog
 from pdserve.request import Request, RequestId, SampledToken
 from prefill_worker.scheduler import PrefillProgress, PrefillScheduler
 from router.worker_key import WorkerKey
@@ -40,13 +41,27 @@ class PrefillNode:
         self.key = key
         self.scheduler = scheduler
         self.pace = pace
+        self.log: StepLog | None = None
+        """Of what its steps took; None: nobody asks."""
         self.is_dead = False
+        self.is_draining = False
+        """It takes nothing new."""
         self.busy_s = 0.0
         self.link_free_s = 0.0
         """When what it sends has left."""
         self._queue = queue
         self._outlet = outlet
         self._is_stepping = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Has nothing to compute, and holds nothing that decode would have."""
+        ledger = self.scheduler.ledger()
+        return not self._is_stepping and ledger.sequences == 0 and ledger.held_handoffs == 0
+
+    def change_pace(self, slowness: float) -> None:
+        """Takes so many times as long from the next step on."""
+        self.pace.slowness = slowness
 
     def submit(self, request: Request) -> None:
         """Takes a request."""
@@ -75,7 +90,7 @@ class PrefillNode:
         self._is_stepping = True
         step_s = self.pace.step_s(plan.slices)
         self.busy_s += step_s
-        self._queue.after(step_s, lambda: self._end_step(plan))
+        self._queue.after(step_s, lambda: self._end_step(plan, step_s))
         self._ask_ahead()
 
     def _ask_ahead(self) -> None:
@@ -83,10 +98,12 @@ class PrefillNode:
         if requests:
             self._outlet.wants_reservations(self, requests)
 
-    def _end_step(self, plan: StepPlan) -> None:
+    def _end_step(self, plan: StepPlan, step_s: float) -> None:
         if self.is_dead:
             return
         self._is_stepping = False
+        if self.log is not None:
+            self.log.note(plan, step_s)
         sampled = {part.request.request_id: _TOKEN for part in plan.slices}
         for progress in self.scheduler.complete_step(plan, StepResult(sampled=sampled)):
             self._outlet.has_computed(self, progress)

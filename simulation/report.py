@@ -109,9 +109,8 @@ class Seen(Protocol):
         """How long each worker computed."""
         ...
 
-    @property
-    def end_s(self) -> float:
-        """When the last thing happened."""
+    def worker_s(self, role: Role) -> float:
+        """Returns how long all workers of a pool were there."""
         ...
 
 
@@ -119,9 +118,9 @@ def make_report(
     records: Sequence[Record],
     seen: Seen,
     slo: Slo,
-    num_gpus: int,
+    num_gpus: float,
 ) -> Report:
-    """Sums a run up."""
+    """Sums a run up; of pools that were sized, `num_gpus` is the mean."""
     done = [one for one in records if one.outcome is Outcome.DONE]
     begin_s = min((one.at_s for one in records), default=0.0)
     last_arrival_s = max((one.at_s for one in records), default=0.0)
@@ -156,8 +155,8 @@ def make_report(
         hit_rate=sum(one.cached_tokens for one in done) / max(num_prompt, 1),
         prefill_imbalance=_imbalance(seen.busy_s[Role.PREFILL]),
         decode_imbalance=_imbalance(seen.busy_s[Role.DECODE]),
-        prefill_utilization=_utilization(seen.busy_s[Role.PREFILL], seen.end_s),
-        decode_utilization=_utilization(seen.busy_s[Role.DECODE], seen.end_s),
+        prefill_utilization=_utilization(seen, Role.PREFILL),
+        decode_utilization=_utilization(seen, Role.DECODE),
         gpu_s_per_million_tokens=num_gpus * duration_s / max(num_tokens, 1) * 1e6,
     )
 
@@ -181,5 +180,6 @@ def _imbalance(seconds: Sequence[float]) -> float:
     return max(seconds) / mean if mean else 1.0
 
 
-def _utilization(seconds: Sequence[float], end_s: float) -> float:
-    return sum(seconds) / (len(seconds) * end_s) if seconds and end_s else 0.0
+def _utilization(seen: Seen, role: Role) -> float:
+    seconds = seen.worker_s(role)
+    return sum(seen.busy_s[role]) / seconds if seconds else 0.0

@@ -3,13 +3,13 @@
 Only the policy may be another one, so that what is compared are choices and nothing else.
 """
 
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pdserve.cache.cached_granules import CachedGranules
 from pdserve.predictor.predictor import Predictor
 from pdserve.predictor.profile import Profile
-from pdserve.request import RequestId, Role
+from pdserve.request import RequestId, Role, WorkerId
 from router.cost import LawTable
 from router.fleet import Fleet, Member
 from router.load_book import LoadBook
@@ -18,7 +18,7 @@ from router.policy import Choice, JointPolicy, Policy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex
 from router.room import has_room
 from router.worker_key import WorkerKey
-from simulation.cache_feed import CacheFeed
+from simulation.cache_feed import FLUSH_S, CacheFeed
 from simulation.clock import EventQueue
 
 PolicyMaker = Callable[[Fleet, LawTable], Policy]
@@ -41,6 +41,7 @@ class Brain:
         *,
         make_policy: PolicyMaker = make_joint_policy,
         max_local_tokens: int = 0,
+        cache_events_s: float = FLUSH_S,
     ) -> None:
         """Knows no worker.
 
@@ -49,11 +50,12 @@ class Brain:
             queue: virtual time.
             make_policy: what chooses.
             max_local_tokens: uncached tokens that a decode worker may prefill; 0: none.
+            cache_events_s: from a change in a cache until it is known here.
         """
         self._fleet = Fleet()
         self._book = LoadBook(self._fleet, queue)
         self._index = PrefixIndex(clock=queue)
-        self.caches = CacheFeed(self._index, queue)
+        self.caches = CacheFeed(self._index, queue, cache_events_s)
         self._table = LawTable(self._fleet, Predictor(profiles))
         self._clock = queue
         policy = make_policy(self._fleet, self._table)
@@ -76,9 +78,15 @@ class Brain:
         self._fleet.set_available(worker, is_available=True)
         return self.caches.follow(worker.worker_id)
 
+    def drain(self, worker: WorkerKey) -> None:
+        """A worker takes nothing new."""
+        self._fleet.set_available(worker, is_available=False)
+
     def leave(self, worker: WorkerKey) -> None:
         """A worker is gone, and all that it held."""
-        self.caches.leave(worker.worker_id)
+        if self._fleet.row_of_id(worker.worker_id) == self._fleet.row_of(worker):
+            # Else its next life is here already.
+            self.caches.leave(worker.worker_id)
         self._placer.forget(worker)
         self._fleet.leave(worker)
 
@@ -99,9 +107,14 @@ class Brain:
         """Returns how long a pool takes for so many tokens; None while nothing is predicted."""
         return self._table.drain_s(num_tokens, role, self._clock.now())
 
+    def believed_cached(self, granules: Sequence[int]) -> dict[WorkerId, int]:
+        """Returns how many tokens of a prompt each worker has, by what the index was told."""
+        matches = self._index.match(granules)
+        return {worker_id: count * GRANULE_TOKENS for worker_id, count in matches.items()}
+
     def expect_uncached(self, query: PlaceQuery) -> int:
         """Returns what the worker with the longest prefix has not."""
-        cached = max(self._index.match(query.granules).values(), default=0) * GRANULE_TOKENS
+        cached = max(self.believed_cached(query.granules).values(), default=0)
         return max(query.num_tokens - cached, 1)
 
     def place(self, query: PlaceQuery) -> Choice:

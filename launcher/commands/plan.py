@@ -1,22 +1,27 @@
 """`pdserve plan`: how many workers a trace needs, found by simulating it."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from launcher.options.pools import PoolOptions, first_size
 from launcher.tables import make_table, open_console
 from pdserve.errors import ConfigError
+from pdserve.predictor.profile import Profile
+from simulation import scaled_plan
 from simulation.page import COLUMNS, cells_of, make_page
 from simulation.profile_files import find_profile
 from simulation.report import Slo
 from simulation.sampling import take_busiest
-from simulation.search import Plan, Search, Trial
+from simulation.scaled_plan import ScaledPlan, make_scaled_plan
+from simulation.search import Plan, Search, Trial, coarse
+from simulation.shape import Scaling
 from simulation.traces import read_trace
-from simulation.workload import limit_lengths, scale_lengths, scale_rate
+from simulation.workload import Workload, limit_lengths, scale_lengths, scale_rate
 
 EXIT_NO_PLAN = 3
 
@@ -42,11 +47,31 @@ def plan(
         float, typer.Option(help="Divides all lengths; what is shared still is.", min=0.01)
     ] = 1.0,
     max_workers: Annotated[int, typer.Option(help="Of both pools.", min=2)] = 256,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN..MAX",
+            help="With --decode: also what the autoscaler would do over the whole trace.",
+        ),
+    ] = None,
+    decode: Annotated[str | None, typer.Option(metavar="N|MIN..MAX", help="Likewise.")] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Of both sized pools together.", min=1)
+    ] = None,
+    start_s: Annotated[
+        float, typer.Option(help="Seconds from the start of a replica until it serves.", min=0.0)
+    ] = 20.0,
+    flips: Annotated[
+        bool, typer.Option("--flips/--no-flips", help="Replicas may change their pool in place.")
+    ] = True,
     output: Annotated[Path | None, typer.Option(help="Writes the plan as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Writes a page with curves (HTML).")] = None,
 ) -> int:
     """Plans both pools for a trace: sizes, goodput, latencies, cost. Needs no GPU."""
     objectives = parse_slo(slo)
+    scaling = make_scaling(
+        prefill, decode, objectives, max_replicas=max_replicas, start_s=start_s, flips=flips
+    )
     profiles = tuple(find_profile(name, model) for name in gpu)
     workload = read_trace(trace)
     if divide_lengths != 1.0:
@@ -69,12 +94,50 @@ def plan(
         note=lambda trial: _tell(console, trial),
     )
     found = search.run(profiles)
-    _show(open_console(), found, model)
+    out = open_console()
+    _show(out, found, model)
+    scaled = None
+    if scaling is not None:
+        console.print(f"Simulating all {len(workload.arrivals)} requests with sized pools.")
+        scaled = _scale(workload, found, profiles, scaling)
+        _show_scaled(out, scaled)
     if output is not None:
-        output.write_text(json.dumps(plan_to_json(found, model), indent=1) + "\n", "utf-8")
+        text = json.dumps(plan_to_json(found, model, scaled), indent=1)
+        output.write_text(text + "\n", "utf-8")
     if plot is not None:
-        plot.write_text(make_page(found, model), encoding="utf-8")
+        plot.write_text(make_page(found, model, scaled), encoding="utf-8")
     return 0 if found.chosen is not None else EXIT_NO_PLAN
+
+
+def make_scaling(
+    prefill: str | None,
+    decode: str | None,
+    slo: Slo,
+    *,
+    max_replicas: int | None,
+    start_s: float,
+    flips: bool,
+) -> Scaling | None:
+    """Returns how both pools are to be sized; None without a word of their ranges.
+
+    Raises:
+        ConfigError: one range is missing, or they cannot be.
+    """
+    if prefill is None and decode is None:
+        return None
+    if prefill is None or decode is None:
+        raise ConfigError(
+            "prefill and decode must be given together", settings=("prefill", "decode")
+        )
+    options = PoolOptions(
+        prefill=prefill,
+        decode=decode,
+        max_replicas=max_replicas,
+        ttft_target_s=slo.ttft_s,
+        tpot_target_s=slo.tpot_s,
+    )
+    settings = replace(options.settings(), start_s=start_s, flips_in_place=flips)
+    return Scaling(settings=settings, start_s=start_s)
 
 
 def parse_slo(text: str) -> Slo:
@@ -99,8 +162,23 @@ def parse_slo(text: str) -> Slo:
     return Slo(ttft_s=values["ttft"], tpot_s=values["tpot"])
 
 
-def plan_to_json(found: Plan, model: str) -> dict[str, object]:
-    """Returns what the file holds."""
+def _scale(
+    workload: Workload, found: Plan, profiles: tuple[Profile, ...], scaling: Scaling
+) -> ScaledPlan:
+    """Simulates sized pools of the chosen plan's kind of workers, else of the first kind."""
+    chosen, settings = found.chosen, scaling.settings
+    return make_scaled_plan(
+        workload,
+        coarse(profiles[0]) if chosen is None else chosen.profile,
+        scaling,
+        found.slo,
+        first_sizes=(first_size(settings.prefill), first_size(settings.decode)),
+        fixed_sizes=None if chosen is None else (chosen.num_prefill, chosen.num_decode),
+    )
+
+
+def plan_to_json(found: Plan, model: str, scaled: ScaledPlan | None = None) -> dict[str, object]:
+    """Returns what the file holds; of pools that are sized, every decision with its numbers."""
     return {
         "model": model,
         "simulated": found.sample,
@@ -110,6 +188,7 @@ def plan_to_json(found: Plan, model: str) -> dict[str, object]:
         "chosen": None if found.chosen is None else _trial_to_json(found.chosen),
         "trials": [_trial_to_json(trial) for trial in found.trials],
         "frontier": [_trial_to_json(trial) for trial in found.frontier],
+        "scaled": None if scaled is None else asdict(scaled),
     }
 
 
@@ -130,6 +209,15 @@ def _tell(console: Console, trial: Trial) -> None:
         f"{trial.rate:g} x: {trial.report.attainment:.1%} keep both",
         highlight=False,
     )
+
+
+def _show_scaled(console: Console, scaled: ScaledPlan) -> None:
+    """Prints what was paid and kept, and each decision."""
+    seconds, count = scaled.duration_s, scaled.num_requests
+    title = f"All {count} requests in {seconds:.0f} s: fixed and autoscaled pools"
+    console.print(make_table(scaled_plan.COLUMNS, scaled_plan.rows_of(scaled), title=title))
+    for decision in scaled.scaled.decisions:
+        console.print(f"{decision.at_s:8.0f} s  {decision.describe()}", soft_wrap=True)
 
 
 def _show(console: Console, found: Plan, model: str) -> None:

@@ -83,8 +83,12 @@ class LinearFit:
 def _solve(products: list[list[float]], targets: list[float]) -> tuple[float, ...]:
     """Returns the coefficients of the least loss among those that are all at least zero."""
     count = len(targets)
+    whole = _solve_exactly(products, targets)
+    if whole is not None and min(whole) >= 0:
+        # The least loss of all, and within the bounds: no subset has less.
+        return tuple(whole)
     best, best_gain = (0.0,) * count, 0.0
-    for size in range(1, count + 1):
+    for size in range(1, count):
         for chosen in combinations(range(count), size):
             part = _solve_exactly(
                 [[products[i][j] for j in chosen] for i in chosen], [targets[i] for i in chosen]

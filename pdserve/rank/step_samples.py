@@ -1,18 +1,16 @@
 """What some steps and hand-offs took, for the router's predictor: a few of each kind a report.
 
-Only steps of one kind are of use: one piece of one prompt, or one token for each sequence. A step
-takes the time from its launch, or from the end of the step before it, to its own end.
+A step takes the time from its launch, or from the end of the step before it, to its own end.
 """
 
 import time
 from collections import deque
 
 from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
+from pdserve.engine.step_log import StepLog
+from pdserve.predictor.predictor import DecodeSample, PrefillSample
 from pdserve.rpc.v1 import types_pb2
 from pdserve.timeline import Clock
-
-MAX_SAMPLES_A_KIND = 4
-"""With two kinds at most in one worker, a report carries eight."""
 
 
 class StepSamples:
@@ -25,8 +23,7 @@ class StepSamples:
         """Since when the oldest step in flight has had the device."""
         self._num_in_flight = 0
         self._num_reports = 0
-        self._prefills: deque[types_pb2.StepSample] = deque(maxlen=MAX_SAMPLES_A_KIND)
-        self._decodes: deque[types_pb2.StepSample] = deque(maxlen=MAX_SAMPLES_A_KIND)
+        self._log = StepLog()
 
     def note_launch(self) -> None:
         """Notes that a step is launched now."""
@@ -39,19 +36,7 @@ class StepSamples:
         now_s = self._clock.now()
         seconds, self._since_s = now_s - self._since_s, now_s
         self._num_in_flight -= 1
-        first = plan.slices[0]
-        if any(part.prompt_targets for part in plan.slices):
-            return
-        if plan.num_tokens == len(plan.slices) and first.output_index is not None:
-            decode = types_pb2.DecodeStep(
-                num_sequences=len(plan.slices), num_kv_tokens=sum(part.end for part in plan.slices)
-            )
-            self._decodes.append(types_pb2.StepSample(seconds=seconds, decode=decode))
-        elif len(plan.slices) == 1:
-            prefill = types_pb2.PrefillStep(
-                num_tokens=first.num_tokens, num_context_tokens=first.start
-            )
-            self._prefills.append(types_pb2.StepSample(seconds=seconds, prefill=prefill))
+        self._log.note(plan, seconds)
 
     def report_into(
         self, load: types_pb2.WorkerLoad, transfers: deque[tuple[int, float]] | None = None
@@ -59,13 +44,23 @@ class StepSamples:
         """Numbers a report, and moves all samples into it: of steps, and (bytes, seconds)."""
         self._num_reports += 1
         load.report = self._num_reports
-        for steps in (self._prefills, self._decodes):
-            load.samples.extend(steps)
-            steps.clear()
+        load.samples.extend(_to_wire(sample) for sample in self._log.take())
         while transfers:
             num_bytes, seconds = transfers.popleft()
             transfer = types_pb2.Transfer(num_bytes=num_bytes)
             load.samples.append(types_pb2.StepSample(seconds=seconds, transfer=transfer))
+
+
+def _to_wire(sample: PrefillSample | DecodeSample) -> types_pb2.StepSample:
+    if isinstance(sample, PrefillSample):
+        prefill = types_pb2.PrefillStep(
+            num_tokens=sample.num_tokens, num_context_tokens=sample.num_context_tokens
+        )
+        return types_pb2.StepSample(seconds=sample.seconds, prefill=prefill)
+    decode = types_pb2.DecodeStep(
+        num_sequences=sample.num_sequences, num_kv_tokens=sample.num_kv_tokens
+    )
+    return types_pb2.StepSample(seconds=sample.seconds, decode=decode)
 
 
 class SampledRunner:

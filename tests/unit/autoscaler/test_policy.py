@@ -8,9 +8,17 @@ from autoscaler.figures import Decision, Reading, Traffic, WorkerFigures
 from autoscaler.policy import ScalingPolicy
 from autoscaler.settings import PoolRange, ScalingSettings
 from pdserve.predictor.predictor import Predictor
+from pdserve.predictor.profile import Profile
 from pdserve.request import Role
-from tests.support.scaling_model import PROFILE, WORKER_CLASS
 
+PROFILE = Profile(
+    worker_class="model",
+    prefill=(0.01, 0.0002, 0.0),
+    decode=(0.02, 0.0006, 0.0),
+    transfer=(0.001, 1e-10),
+    kv_bytes_per_token=1000,
+    kv_tokens=100_000,
+)
 SETTINGS = ScalingSettings(
     prefill=PoolRange(least=1, most=8), decode=PoolRange(least=1, most=8), tpot_s=0.05
 )
@@ -23,7 +31,7 @@ def worker(name: str, *, is_serving: bool = True, **fields: object) -> WorkerFig
         worker_id=name,
         role=Role(name.partition("-")[0]),
         is_serving=is_serving,
-        worker_class=WORKER_CLASS,
+        worker_class=PROFILE.worker_class,
         total_blocks=1000,
         max_num_seqs=64,
     )
@@ -97,9 +105,17 @@ def test_pool_that_grew_for_old_requests_alone_waits_before_it_grows_again() -> 
     clocked = Clocked()
     waiting = replace(BUSY, oldest_s=2.0)
     clocked.see(*PAIR, traffic=waiting, seconds=5)
-    more = (worker("prefill-0"), worker("prefill-1"), worker("decode-0"))
-    assert clocked.see(*more, traffic=waiting, seconds=15) == []
-    assert len(clocked.see(*more, traffic=waiting, seconds=15)) == 1
+    busy = [worker(f"prefill-{i}", num_running=1) for i in range(2)]
+    assert clocked.see(*busy, PAIR[1], traffic=waiting, seconds=15) == []
+    assert len(clocked.see(*busy, PAIR[1], traffic=waiting, seconds=15)) == 1
+
+
+def test_old_request_does_not_grow_a_pool_of_twice_its_need_with_replicas_that_are_idle() -> None:
+    # One prompt is so long that it is late on any replica; the others have nothing to do.
+    pool = (worker("prefill-0", num_running=1, queued_tokens=900), worker("prefill-1"), PAIR[1])
+    assert Clocked().see(*pool, traffic=replace(BUSY, oldest_s=9.0), seconds=60) == []
+    alone = Clocked().see(pool[0], PAIR[1], traffic=replace(BUSY, oldest_s=9.0), seconds=5)
+    assert kinds(alone) == [("grow", Role.PREFILL, 2)]
 
 
 def test_sequences_that_fill_the_kv_make_decode_grow() -> None:

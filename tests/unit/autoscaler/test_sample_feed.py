@@ -19,7 +19,7 @@ from pdserve.predictor.predictor import (
 )
 from pdserve.request import Incarnation, Role
 from pdserve.timeline import ManualClock
-from tests.support.scaling_model import PROFILE, WORKER_CLASS
+from tests.unit.autoscaler.test_policy import PROFILE
 
 COLD = PrefillSample(num_tokens=100, num_context_tokens=0, seconds=9.0)
 
@@ -85,7 +85,7 @@ def test_C16_first_samples_of_each_life_say_nothing() -> None:
 
 def test_prompt_of_several_steps_pays_the_fixed_cost_of_each() -> None:
     load = PrefillLoad(
-        worker_class=WORKER_CLASS,
+        worker_class=PROFILE.worker_class,
         requests_per_s=1.0,
         tokens_per_s=1000.0,
         backlog_tokens=0,

@@ -62,9 +62,51 @@ def test_objectives_that_cannot_be_kept_have_a_status_of_their_own(
     assert "cannot keep the TTFT even on idle workers" in capsys.readouterr().out
 
 
+def test_what_sized_pools_would_have_cost_stands_beside_the_fixed_plan(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output, plot = tmp_path / "plan.json", tmp_path / "plan.html"
+    files = ["--output", str(output), "--plot", str(plot)]
+    slow = ["--rate", "0.05", "--slo", "ttft=0.5,tpot=0.02", "--requests", "60"]
+    ranges = ["--prefill", "1..3", "--decode", "2", "--start-s", "5"]
+    assert run_command([*flags, *slow, *ranges, *files]) == 0
+    printed = capsys.readouterr()
+    assert "autoscaled 1..3 : 2" in printed.out
+    assert "Simulating all 150 requests" in printed.err
+    found = json.loads(output.read_text(encoding="utf-8"))["scaled"]
+    assert found["scaling"]["settings"]["ttft_s"] == 0.5
+    assert found["scaled"]["report"]["num_done"] == 150
+    pools = found["scaled"]["pools"]
+    assert pools["decode"]["replica_hours"] == pytest.approx(2 * found["duration_s"] / 3600)
+    assert found["fixed"]["report"]["num_done"] == 150
+    # Its plan is of fewer GPUs than the pools begin with, or as many: nothing more is paid for.
+    assert found["fixed"]["gpu_hours"] <= found["scaled"]["gpu_hours"]
+    assert "autoscaled 1..3 : 2" in plot.read_text(encoding="utf-8")
+
+
+def test_decisions_of_the_autoscaler_are_printed_and_written_with_their_numbers(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "plan.json"
+    # Two requests a second of half a second each are more than one replica does in time.
+    slow = ["--rate", "0.06", "--divide-lengths", "0.05", "--slo", "ttft=1.5,tpot=0.03"]
+    ranges = ["--prefill", "1..4", "--decode", "1..4", "--start-s", "2"]
+    run_command([*flags, *slow, "--requests", "40", *ranges, "--output", str(output)])
+    decisions = json.loads(output.read_text(encoding="utf-8"))["scaled"]["scaled"]["decisions"]
+    assert decisions
+    assert {one["kind"] for one in decisions} <= {"grow", "shrink", "flip"}
+    assert decisions[0]["numbers"]["num_serving"] == 1
+    printed = capsys.readouterr().out
+    assert f"{decisions[0]['role']}: {decisions[0]['kind']} 1 -> 2" in printed
+
+
 @pytest.mark.parametrize(
     "over",
     [
+        ["--prefill", "1..3"],
+        ["--prefill", "3..1", "--decode", "1"],
+        ["--prefill", "1", "--decode", "0"],
+        ["--prefill", "2..3", "--decode", "2..3", "--max-replicas", "3"],
         ["--slo", "ttft=2"],
         ["--gpu", "no-such-device"],
         ["--trace", "/nowhere"],

@@ -5,8 +5,9 @@ from collections import deque
 import pytest
 
 from pdserve.engine.batch import PendingStep, SequenceSlice, StepPlan
+from pdserve.engine.step_log import MAX_SAMPLES_A_KIND
 from pdserve.predictor.predictor import MIN_SAMPLES, NUM_WARM_UP_SAMPLES, Predictor
-from pdserve.rank.step_samples import MAX_SAMPLES_A_KIND, SampledRunner, StepSamples
+from pdserve.rank.step_samples import SampledRunner, StepSamples
 from pdserve.request import Incarnation
 from pdserve.rpc.v1 import types_pb2
 from pdserve.timeline import ManualClock

@@ -37,7 +37,7 @@ def run(
 ) -> tuple[Record, ...]:
     cluster = cluster or Cluster(shape)
     records = cluster.run(workload).records
-    for ledger in cluster.ledgers():
+    for ledger in cluster.nodes.ledgers():
         assert ledger.free_blocks + ledger.cached_blocks == ledger.total_blocks
         assert (ledger.sequences, ledger.reservations, ledger.held_handoffs) == (0, 0, 0)
     assert len(records) == len(workload.arrivals)
@@ -50,7 +50,7 @@ def lone(num_prompt: int, num_output: int) -> Workload:
 
 
 def find(cluster: Cluster, name: str) -> WorkerKey:
-    return next(key for key in cluster.workers if key.worker_id == WorkerId(name))
+    return next(node.key for node in cluster.nodes if node.key.worker_id == WorkerId(name))
 
 
 def test_a_lone_request_takes_what_the_laws_say():

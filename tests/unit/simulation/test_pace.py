@@ -61,3 +61,8 @@ def test_a_mixed_step_pays_its_fixed_part_once():
     assert pace.step_s([chunk]) == pytest.approx(0.01 + 10 * 0.001)
     assert pace.step_s([running]) == pytest.approx(0.02 + 0.001 + 10 * 0.0001)
     assert pace.step_s([chunk, running]) == pytest.approx(0.02 + 0.01 + 0.001 + 0.001)
+
+
+def test_steps_of_a_run_add_up_to_its_time() -> None:
+    time = RunTime(0.02, 0.0001)
+    assert sum(time.step_s(index) for index in range(50)) == pytest.approx(time.total_s(50))
