@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
+from launcher.held_port import HeldPort
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Flip, Member, Order, Scale, check_order
-from launcher.redis_server import RedisServer, free_port
+from launcher.redis_server import RedisServer
 from launcher.role_commands import Ports, role_command
 from launcher.supervisor import POLL_S, Supervisor
 from pdserve.config.cluster import ClusterConfig
@@ -45,9 +46,10 @@ class LocalCluster:
         self._can_be_empty = config.can_be_empty
         self._can_flip = config.can_flip
         self._pools = (Role.PREFILL, Role.DECODE) if config.num_prefill else (Role.DECODE,)
-        self._port = config.port or free_port(config.host)
-        self._http_port = config.http_port or free_port(config.host)
-        self._metrics_port = config.metrics_port or free_port(config.host)
+        self._held_ports: list[HeldPort] = []
+        self._port = config.port or self._hold_port()
+        self._http_port = config.http_port or self._hold_port()
+        self._metrics_port = config.metrics_port or self._hold_port()
         self._supervisor = Supervisor(
             config,
             name=self.name,
@@ -136,7 +138,7 @@ class LocalCluster:
     def launch(self) -> None:
         """Begins to start; `wait_ready` tells how it went."""
         assert self._thread is None, "a cluster starts once"
-        self._thread = threading.Thread(target=self._supervisor.run, name="supervisor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> bool:
@@ -223,6 +225,16 @@ class LocalCluster:
         if pid is None:
             raise ProcessLookupError("the router does not run now")
         os.kill(pid, signal_number)
+
+    def _hold_port(self) -> int:
+        held = HeldPort(self._host)
+        self._held_ports.append(held)
+        return held.number
+
+    def _run(self) -> None:
+        self._supervisor.run()
+        for held in self._held_ports:
+            held.close()
 
     def _order(self, order: Order) -> None:
         check_order(self.members(), order, pools=self._pools, can_be_empty=self._can_be_empty)

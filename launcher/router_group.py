@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from launcher.held_port import HeldPort
 from launcher.place import LocalPlace
-from launcher.redis_server import free_port
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import HIDDEN_FIELDS, Ports, environment_of, role_command
 from launcher.supervision import LeaseWatch
@@ -232,8 +232,11 @@ def _hold_ports(config: RouterConfig, stack: ExitStack) -> Ports:
         holder = stack.enter_context(bind_shared_port(config.host, port))
         return int(holder.getsockname()[1])
 
+    def hold_free() -> int:
+        return stack.enter_context(closing(HeldPort(config.host))).number
+
     return Ports(
         grpc=hold(config.port),
         http=config.http_port if config.no_http else hold(config.http_port),
-        metrics=config.metrics_port or free_port(config.host),
+        metrics=config.metrics_port or hold_free(),
     )

@@ -104,7 +104,7 @@ def redis() -> Iterator[RedisServer]:
     server = RedisServer()
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -457,11 +457,12 @@ def test_the_listener_listens_on_its_one_address(stack: ExitStack, arrivals: Inb
 
 
 def test_a_closed_listener_ends_its_threads(arrivals: Inbox) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with ExitStack() as stack:
         listen(stack, arrivals)
-        assert threading.active_count() > before
-    assert threading.active_count() == before
+        own = set(threading.enumerate()) - before
+        assert own
+    assert not any(thread.is_alive() for thread in own)
 
 
 def test_an_injected_delay_holds_each_frame_back(

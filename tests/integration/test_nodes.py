@@ -29,7 +29,7 @@ from tests.support.cluster import (
 from tests.support.generation import generate, make_request, make_runner
 from tests.support.listeners import listeners_of
 from tests.support.models import tiny_llama_folder  # noqa: F401
-from tests.support.net_namespace import NetNamespace, net_namespace, start_redis
+from tests.support.net_namespace import NetNamespace, net_namespace, running_redis
 from tests.support.oracles import assert_ledger, assert_not_recomputed, assert_one_end
 
 pytestmark = pytest.mark.timeout(180)
@@ -103,28 +103,27 @@ class TwoHosts:
 def two_hosts(
     folder: Path, host: NetNamespace, *, tensor: int = 1, **changes: object
 ) -> Iterator[TwoHosts]:
-    redis, url = start_redis(host.near)
-    stage = start_stage(host, url)
-    two: TwoHosts | None = None
-    try:
-        with running_cluster(
-            folder,
-            name=CLUSTER,
-            host=host.near,
-            redis_url=url,
-            engine=replace(TEST_ENGINE, model=str(folder)),
-            decode_tensor_parallel=tensor,
-            decode_pipeline_parallel=2,
-            spread_stages=True,
-            stage_token=TOKEN,
-            stage_silence_s=SILENCE_S,
-            **changes,
-        ) as harness:
-            two = TwoHosts(harness, host, stage)
-            yield two
-    finally:
-        (stage if two is None else two.stage).stop(5.0)
-        redis.stop(5.0)
+    with running_redis(host.near) as url:
+        stage = start_stage(host, url)
+        two: TwoHosts | None = None
+        try:
+            with running_cluster(
+                folder,
+                name=CLUSTER,
+                host=host.near,
+                redis_url=url,
+                engine=replace(TEST_ENGINE, model=str(folder)),
+                decode_tensor_parallel=tensor,
+                decode_pipeline_parallel=2,
+                spread_stages=True,
+                stage_token=TOKEN,
+                stage_silence_s=SILENCE_S,
+                **changes,
+            ) as harness:
+                two = TwoHosts(harness, host, stage)
+                yield two
+        finally:
+            (stage if two is None else two.stage).stop(5.0)
 
 
 def start_stage(host: NetNamespace, url: str, *flags: str, token: str = TOKEN) -> ChildProcess:

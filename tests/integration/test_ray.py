@@ -154,7 +154,8 @@ def test_killed_face_is_restarted_in_a_new_actor(ray_cluster: RayHarness) -> Non
     actor, *_ = pids_of(ray_cluster, "prefill-0")
     ray_cluster.cluster.kill("prefill-0")
     wait_until(lambda: not is_running(actor), GONE_S)
-    wait_until(lambda: ray_cluster.cluster.member("prefill-0").face_pid is not None, 30.0)
+    # The supervisor looks now and then, and until it has looked it knows the dead one's record.
+    wait_until(lambda: ray_cluster.cluster.member("prefill-0").num_restarts == 1, 30.0)
     ray_cluster.wait_all_registered()
     assert incarnations(ray_cluster)["prefill-0"] != before
 

@@ -18,9 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launcher.client import Generation
 from launcher.local_pool import LocalCluster
+from launcher.pool import Member
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import HandoffConfig
+from pdserve.process import is_running
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -96,7 +98,12 @@ class ClusterHarness:
 
     def wait_all_registered(self, timeout_s: float = 60.0) -> None:
         """Waits until every replica is back, after a kill."""
-        wait_until(lambda: all(m.record is not None for m in self.cluster.members()), timeout_s)
+        wait_until(lambda: all(_serves(member) for member in self.cluster.members()), timeout_s)
+
+
+def _serves(member: Member) -> bool:
+    # The supervisor looks now and then: until it has, it knows the record of one who is dead.
+    return member.record is not None and is_running(member.record.face_pid)
 
 
 class HarnessClient:
