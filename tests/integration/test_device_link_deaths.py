@@ -96,7 +96,7 @@ def decode() -> Iterator[Decode]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)

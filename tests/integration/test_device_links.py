@@ -220,7 +220,7 @@ def test_first_tokens_overtake_frames_that_wait_for_slots(pair: Pair, transport:
     pool.tell(D, WORDS)
     events = []
     while not events or isinstance(events[-1], FrameLanded):
-        events.append(pair.arrivals.events.get(timeout=10))
+        events.append(pair.arrivals.events.get(timeout=30))
     # Two slots: two frames at most have landed before.
     assert len(events) <= 2
     told = events[-1]

@@ -58,7 +58,7 @@ def expect(
 
 
 def next_placed(pair: Pair) -> FramePlaced:
-    event = pair.arrivals.events.get(timeout=10)
+    event = pair.arrivals.events.get(timeout=30)
     assert isinstance(event, FramePlaced), event
     return event
 
@@ -132,7 +132,7 @@ def test_A10_a_withdrawal_waits_for_what_is_being_written(pair: Pair) -> None:
         thread.start()
         thread.join(0.1)
         assert thread.is_alive()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()
 
 

@@ -37,7 +37,7 @@ class Inbox:
         self.post: Post = self._events.put
 
     def get(self) -> LinkEvent:
-        return self._events.get(timeout=10)
+        return self._events.get(timeout=30)
 
     def landed(self) -> FrameLanded:
         event = self.get()
@@ -112,7 +112,7 @@ def outgoing(index: int, num_bytes: int = 100, reservation: bytes = b"r") -> Out
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)

@@ -78,10 +78,10 @@ class Inbox:
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self.post: Callable[[LinkEvent], None] = self._events.put
 
-    def get(self, timeout_s: float = 10.0) -> LinkEvent:
+    def get(self, timeout_s: float = 30.0) -> LinkEvent:
         return self._events.get(timeout=timeout_s)
 
-    def get_down(self, timeout_s: float = 10.0) -> LinkDown:
+    def get_down(self, timeout_s: float = 30.0) -> LinkDown:
         """Skips frames."""
         while True:
             event = self.get(timeout_s)

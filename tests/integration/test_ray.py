@@ -134,7 +134,7 @@ async def test_TOK_C10_killed_actor_takes_face_and_rank_along_and_comes_back_to_
         await client.wait_idle()
         before = incarnations(ray_cluster)
         streams = start_all(client, PLANS)
-        await wait_for(lambda: all(s.num_tokens > 5 for s in streams), 20.0, "streams decode")
+        await wait_for(lambda: all(s.num_tokens > 5 for s in streams), 40.0, "streams decode")
         victim = await client.busy_worker("decode")
         pids = pids_of(ray_cluster, victim)
         os.kill(pids[0], signal.SIGKILL)
@@ -163,11 +163,11 @@ def test_killed_face_is_restarted_in_a_new_actor(ray_cluster: RayHarness) -> Non
 def test_pool_grows_and_a_drained_replica_leaves_for_good(ray_cluster: RayHarness) -> None:
     cluster: Cluster = ray_cluster.cluster
     cluster.scale(Role.DECODE, 3)
-    wait_until(lambda: len(cluster.members()) == 4, 5.0)
+    wait_until(lambda: len(cluster.members()) == 4, 20.0)
     ray_cluster.wait_all_registered()
     pids = pids_of(ray_cluster, "decode-2")
     cluster.drain("decode-2")
-    wait_until(lambda: len(cluster.members()) == 3, 20.0)
+    wait_until(lambda: len(cluster.members()) == 3, 40.0)
     wait_until(lambda: not any(map(is_running, pids)), GONE_S)
     assert "decode-2 drains for good" in ray_cluster.lines
 

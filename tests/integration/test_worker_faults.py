@@ -158,7 +158,7 @@ async def kill_decode_at(
         await client.wait_idle()
         before = incarnations(cluster)
         (stream,) = start_all(client, [plan])
-        await wait_for(lambda: stream.num_tokens >= num_tokens, 10.0, "enough tokens")
+        await wait_for(lambda: stream.num_tokens >= num_tokens, 30.0, "enough tokens")
         worker_id = await client.busy_worker("decode")
         cluster.cluster.kill(worker_id)
         found = await stream.end()
@@ -271,9 +271,9 @@ async def stop_worker(cluster: ClusterHarness, client: HarnessClient, *, twice: 
     cluster.cluster.kill(worker_id, "face", signal.SIGTERM)
     if twice:
         draining = f"[{worker_id}] draining"
-        await wait_for(lambda: draining in cluster.lines[num_lines:], 5.0, "it drains")
+        await wait_for(lambda: draining in cluster.lines[num_lines:], 30.0, "it drains")
         cluster.cluster.kill(worker_id, "face", signal.SIGTERM)
-    await wait_for(lambda: cluster.cluster.member(worker_id).face_pid != pid, 15.0, "it ended")
+    await wait_for(lambda: cluster.cluster.member(worker_id).face_pid != pid, 40.0, "it ended")
     ended = [line for line in cluster.lines[num_lines:] if line.startswith(f"{worker_id} ended")]
     assert len(ended) == 1
     assert "(status 0)" in ended[0]

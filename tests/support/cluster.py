@@ -148,7 +148,7 @@ class HarnessClient:
         answer = await self.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=_CALL_TIMEOUT_S)
         return {worker.worker_id: worker for worker in answer.workers if worker.state != "gone"}
 
-    async def wait_idle(self, timeout_s: float = 5.0) -> None:
+    async def wait_idle(self, timeout_s: float = 15.0) -> None:
         """Waits until no worker says that it runs anything; what they say is a heartbeat old."""
 
         async def is_idle() -> bool:
@@ -156,7 +156,7 @@ class HarnessClient:
 
         await wait_until_async(is_idle, timeout_s, "all workers idle")
 
-    async def busy_worker(self, role: str, timeout_s: float = 5.0) -> str:
+    async def busy_worker(self, role: str, timeout_s: float = 15.0) -> str:
         """Waits until a worker of a role runs something and returns its id.
 
         Call `wait_idle` before the request, or a worker that is done may still look busy.

@@ -39,17 +39,17 @@ class Inbox:
         self.post = self.events.put
 
     def landed(self) -> FrameLanded:
-        event = self.events.get(timeout=10)
+        event = self.events.get(timeout=30)
         assert isinstance(event, FrameLanded), event
         return event
 
     def sent(self) -> FrameSent:
-        event = self.events.get(timeout=10)
+        event = self.events.get(timeout=30)
         assert isinstance(event, FrameSent), event
         return event
 
     def down(self) -> LinkDown:
-        event = self.events.get(timeout=10)
+        event = self.events.get(timeout=30)
         assert isinstance(event, LinkDown), event
         return event
 
@@ -131,7 +131,7 @@ def peer_of(listener: LinkListener) -> LinkPeer:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)

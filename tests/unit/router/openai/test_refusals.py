@@ -213,7 +213,7 @@ async def test_D5_bytes_that_are_no_chunk_end_one_connection_and_log_no_defect(
         writer.write(piece)
         await writer.drain()
         await let_others_run(20)
-    answer = await asyncio.wait_for(reader.read(), 5.0)
+    answer = await asyncio.wait_for(reader.read(), 30.0)
     writer.close()
     assert re.match(rb"HTTP/1.1 (400|415) ", answer)
     assert answer.count(b"HTTP/1.1") == 1
