@@ -83,7 +83,8 @@ async def test_C18_flushed_redis_is_filled_again_within_a_heartbeat(
         async def are_back() -> bool:
             return await num_registered(cluster) == NUM_WORKERS
 
-        limit_s = cluster.config.heartbeat_s + 0.5
+        # Before anybody would miss them.
+        limit_s = cluster.config.registry_lease_s
         await wait_until_async(are_back, limit_s, "all workers are registered again")
 
     await serve_through(cluster, undisturbed, flush)

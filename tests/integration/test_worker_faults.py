@@ -34,6 +34,8 @@ from tests.support.models import tiny_llama_folder  # noqa: F401
 from tests.support.oracles import Canary, assert_ledger, assert_not_recomputed
 
 NUM_WORKERS = 4
+NOT_SERVING_S = 5.0
+"""Case C9: so long may a frozen engine look healthy."""
 _RNG = random.Random(7)
 LONG = [
     random_plan(_RNG, 400, 40, is_greedy=True),
@@ -236,8 +238,7 @@ async def test_C9_frozen_rank_is_not_serving_within_the_limit(
     before = incarnations(cluster)
     health = await watch_worker(cluster, worker_id)
     cluster.cluster.kill(worker_id, "rank", signal.SIGSTOP)
-    limit_s = cluster.config.frozen_after_s + 1.0
-    assert await health.wait_for("NOT_SERVING", limit_s) <= limit_s
+    assert await health.wait_for("NOT_SERVING", NOT_SERVING_S) <= NOT_SERVING_S
     await health.stop()
     await wait_reborn(cluster, worker_id, before[worker_id])
 

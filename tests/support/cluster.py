@@ -42,6 +42,8 @@ def cluster_config(folder: Path, **changes: object) -> ClusterConfig:
         port=0,
         http_port=0,
         handoff=TEST_HANDOFF,
+        # What a test waits for is told by heartbeats; a stream must outlive some of them.
+        heartbeat_s=0.1,
         drain_timeout_s=10.0,
         ready_timeout_s=90.0,
         served_model_name="tiny",
