@@ -191,7 +191,7 @@ async def test_A15_a_killed_stage_on_the_other_host_restarts_its_replica_and_cha
         assert list(found.token_ids) == expected_tokens(runner, prompt, num_tokens)
         assert_one_end(found)
         await slow_hosts.wait_return(client, killed[0].incarnation)
-        assert not any(is_running(rank.pid) for rank in killed[0].ranks)
+        wait_until(lambda: not any(is_running(rank.pid) for rank in killed[0].ranks), 10.0)
         await assert_ledger(client, num_workers=2)
         ranks = await slow_hosts.ranks(client)
         assert [rank.node for rank in ranks] == [slow_hosts.host.near, slow_hosts.host.far]
@@ -206,7 +206,7 @@ async def test_C3_a_cut_cable_is_noticed_on_both_hosts_and_the_replica_returns_w
         slow_hosts.host.cut()
         cut_s = time.monotonic()
         pids = [rank.pid for rank in before.ranks]
-        wait_until(lambda: not any(is_running(pid) for pid in pids), 3 * SILENCE_S)
+        wait_until(lambda: not any(is_running(pid) for pid in pids), 30.0)
         assert time.monotonic() - cut_s > SILENCE_S / 2, "they did not die of the cut"
         slow_hosts.host.mend()
         await slow_hosts.wait_return(client, before.incarnation)
@@ -238,7 +238,7 @@ async def test_C9_a_frozen_rank_on_the_other_host_is_noticed_and_changes_no_toke
         assert frozen, "the request was over too soon"
         assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
         await slow_hosts.wait_return(client, frozen[0].incarnation)
-        assert not any(is_running(rank.pid) for rank in frozen[0].ranks)
+        wait_until(lambda: not any(is_running(rank.pid) for rank in frozen[0].ranks), 10.0)
 
 
 async def test_C15_a_stage_that_is_told_to_end_lets_its_replica_drain_and_another_takes_over(

@@ -100,7 +100,7 @@ def test_serve_tells_its_phases_and_drains_on_sigterm(served: Served) -> None:
         found: Generation = generate_stream(channel, request, timeout_s=30, on_text=stop_once)
     assert len(found.token_ids) == 40
     assert served.process.wait(60) == 0
-    assert not any(is_running(pid) for pid in pids)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
     served.reader.join(30)
     assert served.lines[-1] == "stopped"
 

@@ -12,7 +12,13 @@ import pytest
 
 from pdserve.process import is_running
 from pdserve.rpc.server import open_channel
-from tests.support.cluster import TEST_ENGINE, ClusterHarness, HarnessClient, running_cluster
+from tests.support.cluster import (
+    TEST_ENGINE,
+    ClusterHarness,
+    HarnessClient,
+    running_cluster,
+    wait_until,
+)
 from tests.support.faults import (
     SHORT_TIMES,
     SLOW_DECODE,
@@ -317,5 +323,5 @@ async def test_C15_stopped_cluster_lets_every_stream_finish(
         for plan, generation in zip(LONG, found, strict=True):
             undisturbed.check(plan, generation)
     await asyncio.to_thread(cluster.cluster.wait)
-    assert not any(is_running(pid) for pid in pids)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 10.0)
     assert not [line for line in cluster.lines[num_lines:] if "starts again" in line]
