@@ -22,7 +22,7 @@ from benchmarks.report import RESULTS, machine, versions
 from benchmarks.serving_model import make_model_folder
 from benchmarks.shapes import TINY
 from launcher.control import call_control, find_control
-from launcher.redis_server import free_port
+from launcher.held_port import HeldPort
 from pdserve.errors import ConfigError
 from pdserve.rpc.v1 import control_pb2
 
@@ -109,7 +109,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         model = make_model_folder(folder / "model", TINY)
-        port = free_port("127.0.0.1")
+        held = HeldPort("127.0.0.1")
+        port = held.number
         argv = [sys.executable, "-m", "launcher.cli", "serve", str(model), *SERVE]
         argv += ["--port", str(port)]
         argv += [word for pair in SCALING for word in ("--scaling", pair)]
@@ -148,6 +149,7 @@ def main() -> int:
             looking.join()
             server.terminate()
             server.wait(90.0)
+            held.close()
     return write(watch, phases)
 
 

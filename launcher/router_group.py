@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from launcher.held_ports import HeldPorts
+from launcher.held_port import HeldPort
 from launcher.place import LocalPlace
 from launcher.replica import Replica, describe_status
 from launcher.role_commands import HIDDEN_FIELDS, Ports, environment_of, role_command
@@ -250,8 +250,11 @@ def _hold_ports(config: RouterConfig, stack: ExitStack) -> Ports:
         holder = stack.enter_context(bind_shared_port(config.host, port, setting))
         return int(holder.getsockname()[1])
 
+    def hold_free() -> int:
+        return stack.enter_context(closing(HeldPort(config.host))).number
+
     return Ports(
         grpc=hold(config.port, "port"),
         http=config.http_port if config.no_http else hold(config.http_port, "http_port"),
-        metrics=stack.enter_context(HeldPorts(config.host)).take(config.metrics_port),
+        metrics=config.metrics_port or hold_free(),
     )

@@ -361,7 +361,7 @@ class Supervisor:
             child.kill()
         self._place.close()
         if self.redis is not None:
-            self.redis.kill()
+            self.redis.close()
         self.records = {}
 
     def _drain(self, children: Sequence[Replica], revived: Sequence[Replica] = ()) -> None:

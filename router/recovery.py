@@ -68,7 +68,7 @@ class Limits:
     no_worker_wait_s: float
     max_local_tokens: int = 0
     """Uncached tokens that a decode worker may prefill while there is a prefill pool."""
-    linger_s: float = 0.25
+    linger_s: float = 1.0
     """A completion waits this long for the prefill worker's times."""
 
 

@@ -3,11 +3,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Kernels then run in Triton's interpreter. It reads this once, when it is first imported:
     # that may be by any test module.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Whatever ran before in this process: sums do not depend on the number of threads then, and two
+# test processes do not fight for two cores.
+torch.set_num_threads(1)
+
+# The same examples each time, however slow the machine is at the moment.
+settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("suite")
 
 SOAK_TIMEOUT_S = 3600.0
 

@@ -93,7 +93,7 @@ async def test_C12_an_evicted_prefix_is_known_to_no_router_and_a_new_one_learns_
         await client.generate(prompt_ids=old, max_tokens=4, temperature=0.0, ignore_eos=True)
         await eventually(lambda: sorted(index.match(keys).values()) == [3, 3])
         async with new_router(cluster) as later:
-            await eventually(lambda: later.match(keys) == index.match(keys), timeout_s=5.0)
+            await eventually(lambda: later.match(keys) == index.match(keys), timeout_s=20.0)
         for first in (40, 70, 100):
             await client.generate(
                 prompt_ids=prompt(first), max_tokens=4, temperature=0.0, ignore_eos=True
@@ -102,5 +102,5 @@ async def test_C12_an_evicted_prefix_is_known_to_no_router_and_a_new_one_learns_
         newest = hash_granules(prompt(100))
         await eventually(lambda: sorted(index.match(newest).values()) == [3, 3])
         async with new_router(cluster) as later:
-            await eventually(lambda: later.match(newest) == index.match(newest), timeout_s=5.0)
+            await eventually(lambda: later.match(newest) == index.match(newest), timeout_s=20.0)
             assert later.match(keys) == {}

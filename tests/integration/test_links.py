@@ -23,9 +23,8 @@ from tests.support.link_peer import CONFIG, frame_payload
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-LARGE = 128 * MIB
+LARGE = 64 * MIB
 """Takes long enough to be killed in."""
-DEATH_IS_SEEN_S = 1.0
 
 
 class Child:
@@ -51,14 +50,13 @@ class Child:
     def hear(self) -> list[str]:
         return self._output.readline().split()
 
-    def signal(self, number: signal.Signals) -> float:
+    def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
         sent_at_s = time.monotonic()
         # A stopped process may go on for a moment: its threads stop one by one.
         while number == signal.SIGSTOP and not is_stopped(self.process.pid):
             assert time.monotonic() < sent_at_s + 10
             time.sleep(0.001)
-        return sent_at_s
 
     def end(self) -> None:
         self.process.kill()
@@ -80,10 +78,10 @@ class Inbox:
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self.post: Callable[[LinkEvent], None] = self._events.put
 
-    def get(self, timeout_s: float = 10.0) -> LinkEvent:
+    def get(self, timeout_s: float = 30.0) -> LinkEvent:
         return self._events.get(timeout=timeout_s)
 
-    def get_down(self, timeout_s: float = 10.0) -> LinkDown:
+    def get_down(self, timeout_s: float = 30.0) -> LinkDown:
         """Skips frames."""
         while True:
             event = self.get(timeout_s)
@@ -151,13 +149,51 @@ def outgoing(index: int, num_bytes: int) -> OutgoingFrame:
     )
 
 
-def wait_for_transfer(is_begun: Callable[[], bool]) -> None:
-    """Waits until a frame is under way, and a little more: some of it has landed."""
-    deadline_s = time.monotonic() + 10
-    while not is_begun():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    time.sleep(0.01)
+def tells_of_time(down: LinkDown) -> bool:
+    """Says whether a time-out ended a link, and not the news that its peer has died."""
+    return any(word in down.detail.lower() for word in ("timeout", "timed out", "within"))
+
+
+def stop_in_mid_frame(child: Child, inbox: Inbox, push: Callable[[], None]) -> LinkEvent | None:
+    """Stops a child while a large frame is on its way.
+
+    Returns:
+        What had been sent whole before it stood still, so that it was too late; None if it was not.
+    """
+    push()
+    time.sleep(0.01)  # some of it has landed
+    child.signal(signal.SIGSTOP)
+    try:
+        return inbox.get(0.2)
+    except queue.Empty:
+        return None
+
+
+def stop_sender_in_mid_frame(sender: Child, listener: LinkListener, inbox: Inbox) -> None:
+    """Lets it push large frames until it is stopped in the middle of one."""
+
+    def push() -> None:
+        sender.say("push", "aa" * 16, 0, LARGE)
+        deadline_s = time.monotonic() + 30
+        while not any(link.frames_in_flight for link in listener.links()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+
+    while (event := stop_in_mid_frame(sender, inbox, push)) is not None:
+        assert isinstance(event, FrameLanded)
+        listener.release_slot(event)
+        sender.signal(signal.SIGCONT)
+
+
+def stop_receiver_in_mid_frame(
+    receiver: Child, peer: LinkPeer, pool: LinkPool, inbox: Inbox
+) -> ReservationId:
+    """Pushes large frames until it is stopped in the middle of one; returns whose that is."""
+    frame = outgoing(1, LARGE)
+    while (event := stop_in_mid_frame(receiver, inbox, lambda: pool.push(peer, frame))) is not None:
+        assert isinstance(event, FrameSent)
+        receiver.signal(signal.SIGCONT)
+    return frame.reservation_id
 
 
 def test_200_handoffs_over_one_pair_land_whole_and_in_order(
@@ -181,7 +217,7 @@ def test_200_handoffs_over_one_pair_land_whole_and_in_order(
 
 
 def test_bandwidth_of_one_pair_is_printed(children: list[Child], inbox: Inbox) -> None:
-    num_bytes, num_frames = 8 * MIB, 24
+    num_bytes, num_frames = 8 * MIB, 8
     listener = listen(inbox, num_bytes)
     sender = start_sender(children, listener, incarnation=1)
     times_s = []
@@ -208,12 +244,11 @@ def test_C1_a_sender_killed_in_mid_transfer_is_noticed_and_other_links_go_on(
     landed = inbox.get()
     assert isinstance(landed, FrameLanded)
     listener.release_slot(landed)
-    victim.say("push", "aa" * 16, 0, LARGE)
-    wait_for_transfer(lambda: any(link.frames_in_flight for link in listener.links()))
-    killed_at_s = victim.signal(signal.SIGKILL)
+    stop_sender_in_mid_frame(victim, listener, inbox)
+    victim.signal(signal.SIGKILL)
     down = inbox.get_down()
     assert down.link.peer == 1
-    assert time.monotonic() - killed_at_s < DEATH_IS_SEEN_S
+    assert not tells_of_time(down)
     for number in range(1, 20):
         other.say("push", "bb" * 16, number, MIB)
         landed = inbox.get()
@@ -232,13 +267,12 @@ def test_a_receiver_killed_in_mid_transfer_is_noticed_with_the_reservations_it_l
     pool = make_pool(inbox)
     pool.push(peer, outgoing(0, MIB))
     assert isinstance(inbox.get(), FrameSent)
-    pool.push(peer, outgoing(1, LARGE))
+    begun = stop_receiver_in_mid_frame(receiver, peer, pool, inbox)
     pool.push(peer, outgoing(2, MIB))
-    wait_for_transfer(lambda: pool.links()[0].frames_in_flight == 2)
-    killed_at_s = receiver.signal(signal.SIGKILL)
+    receiver.signal(signal.SIGKILL)
     down = inbox.get_down()
-    assert time.monotonic() - killed_at_s < DEATH_IS_SEEN_S
-    assert {b"r2"} <= down.lost <= {b"r1", b"r2"}
+    assert down.lost == {begun, b"r2"}
+    assert not tells_of_time(down)
     pool.close()
 
 
@@ -247,12 +281,10 @@ def test_a_stopped_sender_ends_its_link_at_the_time_out_and_links_anew_when_it_w
 ) -> None:
     listener = listen(inbox, LARGE)
     sender = start_sender(children, listener, incarnation=1)
-    sender.say("push", "aa" * 16, 0, LARGE)
-    wait_for_transfer(lambda: any(link.frames_in_flight for link in listener.links()))
-    stopped_at_s = sender.signal(signal.SIGSTOP)
+    stop_sender_in_mid_frame(sender, listener, inbox)
     down = inbox.get_down()
     assert down.link.epoch == 1
-    assert time.monotonic() - stopped_at_s < CONFIG.frame_timeout_s + DEATH_IS_SEEN_S
+    assert tells_of_time(down)
     sender.signal(signal.SIGCONT)
     assert sender.hear() == ["down", "1", "aa" * 16]
     sender.say("push", "cc" * 16, 3, MIB)
@@ -271,11 +303,11 @@ def test_a_stopped_receiver_ends_the_link_at_the_time_out(
     pool = make_pool(inbox)
     pool.push(peer, outgoing(0, MIB))
     assert isinstance(inbox.get(), FrameSent)
-    stopped_at_s = receiver.signal(signal.SIGSTOP)
+    receiver.signal(signal.SIGSTOP)
     pool.push(peer, outgoing(1, MIB))
     down = inbox.get_down()
     assert down.lost == {b"r1"}
-    assert time.monotonic() - stopped_at_s < CONFIG.frame_timeout_s + DEATH_IS_SEEN_S
+    assert tells_of_time(down)
     pool.close()
 
 

@@ -29,7 +29,7 @@ from tests.support.cluster import (
 from tests.support.generation import generate, make_request, make_runner
 from tests.support.listeners import listeners_of
 from tests.support.models import tiny_llama_folder  # noqa: F401
-from tests.support.net_namespace import NetNamespace, net_namespace, start_redis
+from tests.support.net_namespace import NetNamespace, net_namespace, running_redis
 from tests.support.oracles import assert_ledger, assert_not_recomputed, assert_one_end
 
 pytestmark = pytest.mark.timeout(180)
@@ -103,28 +103,27 @@ class TwoHosts:
 def two_hosts(
     folder: Path, host: NetNamespace, *, tensor: int = 1, **changes: object
 ) -> Iterator[TwoHosts]:
-    redis, url = start_redis(host.near)
-    stage = start_stage(host, url)
-    two: TwoHosts | None = None
-    try:
-        with running_cluster(
-            folder,
-            name=CLUSTER,
-            host=host.near,
-            redis_url=url,
-            engine=replace(TEST_ENGINE, model=str(folder)),
-            decode_tensor_parallel=tensor,
-            decode_pipeline_parallel=2,
-            spread_stages=True,
-            stage_token=TOKEN,
-            stage_silence_s=SILENCE_S,
-            **changes,
-        ) as harness:
-            two = TwoHosts(harness, host, stage)
-            yield two
-    finally:
-        (stage if two is None else two.stage).stop(5.0)
-        redis.stop(5.0)
+    with running_redis(host.near) as url:
+        stage = start_stage(host, url)
+        two: TwoHosts | None = None
+        try:
+            with running_cluster(
+                folder,
+                name=CLUSTER,
+                host=host.near,
+                redis_url=url,
+                engine=replace(TEST_ENGINE, model=str(folder)),
+                decode_tensor_parallel=tensor,
+                decode_pipeline_parallel=2,
+                spread_stages=True,
+                stage_token=TOKEN,
+                stage_silence_s=SILENCE_S,
+                **changes,
+            ) as harness:
+                two = TwoHosts(harness, host, stage)
+                yield two
+        finally:
+            (stage if two is None else two.stage).stop(5.0)
 
 
 def start_stage(host: NetNamespace, url: str, *flags: str, token: str = TOKEN) -> ChildProcess:
@@ -192,7 +191,7 @@ async def test_A15_a_killed_stage_on_the_other_host_restarts_its_replica_and_cha
         assert list(found.token_ids) == expected_tokens(runner, prompt, num_tokens)
         assert_one_end(found)
         await slow_hosts.wait_return(client, killed[0].incarnation)
-        assert not any(is_running(rank.pid) for rank in killed[0].ranks)
+        wait_until(lambda: not any(is_running(rank.pid) for rank in killed[0].ranks), 10.0)
         await assert_ledger(client, num_workers=2)
         ranks = await slow_hosts.ranks(client)
         assert [rank.node for rank in ranks] == [slow_hosts.host.near, slow_hosts.host.far]
@@ -207,7 +206,7 @@ async def test_C3_a_cut_cable_is_noticed_on_both_hosts_and_the_replica_returns_w
         slow_hosts.host.cut()
         cut_s = time.monotonic()
         pids = [rank.pid for rank in before.ranks]
-        wait_until(lambda: not any(is_running(pid) for pid in pids), 3 * SILENCE_S)
+        wait_until(lambda: not any(is_running(pid) for pid in pids), 30.0)
         assert time.monotonic() - cut_s > SILENCE_S / 2, "they did not die of the cut"
         slow_hosts.host.mend()
         await slow_hosts.wait_return(client, before.incarnation)
@@ -239,7 +238,7 @@ async def test_C9_a_frozen_rank_on_the_other_host_is_noticed_and_changes_no_toke
         assert frozen, "the request was over too soon"
         assert list(found.token_ids) == expected_tokens(runner, PROMPTS[1], 40)
         await slow_hosts.wait_return(client, frozen[0].incarnation)
-        assert not any(is_running(rank.pid) for rank in frozen[0].ranks)
+        wait_until(lambda: not any(is_running(rank.pid) for rank in frozen[0].ranks), 10.0)
 
 
 async def test_C15_a_stage_that_is_told_to_end_lets_its_replica_drain_and_another_takes_over(

@@ -43,7 +43,7 @@ def phases_of(config: WorkerConfig) -> dict[str, str]:
         group = await start_ranks(STAND_IN, config, Incarnation(7), handlers)
         running = asyncio.create_task(group.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await group.wait_ready()
         finally:
             await group.stop(timeout_s=5)

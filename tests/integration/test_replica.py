@@ -27,7 +27,7 @@ def python(code: str, lines: list[str], replicas: list[Replica], **watch: object
 
 
 def wait_end(replica: Replica) -> int:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while replica.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -104,7 +104,7 @@ def test_retired_child_that_overstays_is_killed(replicas: list[Replica]) -> None
         "print('deaf', flush=True); time.sleep(60)"
     )
     replica = python(code, lines, replicas)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while "[r0] deaf" not in lines:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

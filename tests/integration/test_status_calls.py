@@ -37,7 +37,7 @@ async def test_loads_info_health_and_reflection_tell_of_the_cluster(
             async def is_serving(asked: health_pb2.HealthCheckRequest = asked) -> bool:
                 return bool((await health.Check(asked, timeout=5)).status == SERVING)
 
-            await wait_until_async(is_serving, 2.0, f"health of {name!r}")
+            await wait_until_async(is_serving, 10.0, f"health of {name!r}")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=5)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -52,7 +52,7 @@ async def test_loads_info_health_and_reflection_tell_of_the_cluster(
             has_cached = all(worker.load.cached_blocks > 0 for worker in loads.values())
             return has_cached and sent[0].bytes_sent == received[0].bytes_received
 
-        await wait_until_async(is_counted, 5.0, "both ends count the same")
+        await wait_until_async(is_counted, 10.0, "both ends count the same")
         loads = await client.loads()
         assert {name: worker.role for name, worker in loads.items()} == {
             "prefill-0": "prefill",

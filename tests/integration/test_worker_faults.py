@@ -12,7 +12,13 @@ import pytest
 
 from pdserve.process import is_running
 from pdserve.rpc.server import open_channel
-from tests.support.cluster import TEST_ENGINE, ClusterHarness, HarnessClient, running_cluster
+from tests.support.cluster import (
+    TEST_ENGINE,
+    ClusterHarness,
+    HarnessClient,
+    running_cluster,
+    wait_until,
+)
 from tests.support.faults import (
     SHORT_TIMES,
     SLOW_DECODE,
@@ -34,6 +40,8 @@ from tests.support.models import tiny_llama_folder  # noqa: F401
 from tests.support.oracles import Canary, assert_ledger, assert_not_recomputed
 
 NUM_WORKERS = 4
+NOT_SERVING_S = 5.0
+"""Case C9: so long may a frozen engine look healthy."""
 _RNG = random.Random(7)
 LONG = [
     random_plan(_RNG, 400, 40, is_greedy=True),
@@ -158,7 +166,7 @@ async def kill_decode_at(
         await client.wait_idle()
         before = incarnations(cluster)
         (stream,) = start_all(client, [plan])
-        await wait_for(lambda: stream.num_tokens >= num_tokens, 10.0, "enough tokens")
+        await wait_for(lambda: stream.num_tokens >= num_tokens, 30.0, "enough tokens")
         worker_id = await client.busy_worker("decode")
         cluster.cluster.kill(worker_id)
         found = await stream.end()
@@ -236,8 +244,7 @@ async def test_C9_frozen_rank_is_not_serving_within_the_limit(
     before = incarnations(cluster)
     health = await watch_worker(cluster, worker_id)
     cluster.cluster.kill(worker_id, "rank", signal.SIGSTOP)
-    limit_s = cluster.config.frozen_after_s + 1.0
-    assert await health.wait_for("NOT_SERVING", limit_s) <= limit_s
+    assert await health.wait_for("NOT_SERVING", NOT_SERVING_S) <= NOT_SERVING_S
     await health.stop()
     await wait_reborn(cluster, worker_id, before[worker_id])
 
@@ -271,9 +278,9 @@ async def stop_worker(cluster: ClusterHarness, client: HarnessClient, *, twice: 
     cluster.cluster.kill(worker_id, "face", signal.SIGTERM)
     if twice:
         draining = f"[{worker_id}] draining"
-        await wait_for(lambda: draining in cluster.lines[num_lines:], 5.0, "it drains")
+        await wait_for(lambda: draining in cluster.lines[num_lines:], 30.0, "it drains")
         cluster.cluster.kill(worker_id, "face", signal.SIGTERM)
-    await wait_for(lambda: cluster.cluster.member(worker_id).face_pid != pid, 15.0, "it ended")
+    await wait_for(lambda: cluster.cluster.member(worker_id).face_pid != pid, 40.0, "it ended")
     ended = [line for line in cluster.lines[num_lines:] if line.startswith(f"{worker_id} ended")]
     assert len(ended) == 1
     assert "(status 0)" in ended[0]
@@ -316,5 +323,5 @@ async def test_C15_stopped_cluster_lets_every_stream_finish(
         for plan, generation in zip(LONG, found, strict=True):
             undisturbed.check(plan, generation)
     await asyncio.to_thread(cluster.cluster.wait)
-    assert not any(is_running(pid) for pid in pids)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 10.0)
     assert not [line for line in cluster.lines[num_lines:] if "starts again" in line]

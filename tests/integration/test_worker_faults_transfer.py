@@ -5,7 +5,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from launcher.client import Generation
-from launcher.redis_server import free_port
+from launcher.held_port import HeldPort
 from launcher.role_commands import HIDDEN_FIELDS, environment_of, role_command
 from pdserve.config.load import to_argv
 from pdserve.config.worker import FaultConfig, WorkerConfig
@@ -197,8 +197,11 @@ _DEATHS_PER_REQUEST = 5
 
 async def restart_prefill_on_one_port(folder: Path, num_restarts: int) -> None:
     """Kills the only prefill worker in mid-transfer, again and again; decode must not mind."""
-    port = free_port("127.0.0.1")
-    with small_cluster(folder, num_prefill=0, num_decode=1, decode_faults=SLOW_DECODE) as cluster:
+    with (
+        closing(HeldPort("127.0.0.1")) as held,
+        small_cluster(folder, num_prefill=0, num_decode=1, decode_faults=SLOW_DECODE) as cluster,
+    ):
+        port = held.number
         async with cluster.connect() as client:
             # Without a prefill pool so far: the decode worker computes all by itself.
             canary = await Canary.hatch(cluster, client)

@@ -18,9 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launcher.client import Generation
 from launcher.local_pool import LocalCluster
+from launcher.pool import Member
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import HandoffConfig
+from pdserve.process import is_running
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -40,6 +42,8 @@ def cluster_config(folder: Path, **changes: object) -> ClusterConfig:
         port=0,
         http_port=0,
         handoff=TEST_HANDOFF,
+        # What a test waits for is told by heartbeats; a stream must outlive some of them.
+        heartbeat_s=0.1,
         drain_timeout_s=10.0,
         ready_timeout_s=90.0,
         served_model_name="tiny",
@@ -96,7 +100,12 @@ class ClusterHarness:
 
     def wait_all_registered(self, timeout_s: float = 60.0) -> None:
         """Waits until every replica is back, after a kill."""
-        wait_until(lambda: all(m.record is not None for m in self.cluster.members()), timeout_s)
+        wait_until(lambda: all(_serves(member) for member in self.cluster.members()), timeout_s)
+
+
+def _serves(member: Member) -> bool:
+    # The supervisor looks now and then: until it has, it knows the record of one who is dead.
+    return member.record is not None and is_running(member.record.face_pid)
 
 
 class HarnessClient:
@@ -141,7 +150,7 @@ class HarnessClient:
         answer = await self.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=_CALL_TIMEOUT_S)
         return {worker.worker_id: worker for worker in answer.workers if worker.state != "gone"}
 
-    async def wait_idle(self, timeout_s: float = 5.0) -> None:
+    async def wait_idle(self, timeout_s: float = 15.0) -> None:
         """Waits until no worker says that it runs anything; what they say is a heartbeat old."""
 
         async def is_idle() -> bool:
@@ -149,7 +158,7 @@ class HarnessClient:
 
         await wait_until_async(is_idle, timeout_s, "all workers idle")
 
-    async def busy_worker(self, role: str, timeout_s: float = 5.0) -> str:
+    async def busy_worker(self, role: str, timeout_s: float = 15.0) -> str:
         """Waits until a worker of a role runs something and returns its id.
 
         Call `wait_idle` before the request, or a worker that is done may still look busy.

@@ -130,6 +130,13 @@ class FakeKubernetes:
         }
 
 
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Says nothing of clients that went away: other tests read what is on stderr."""
+
+
 @contextmanager
 def serving(kube: FakeKubernetes, *, certificate: Path | None = None) -> Iterator[str]:
     """Serves on loopback, with TLS if there is a certificate with its key; yields the URL."""
@@ -170,8 +177,7 @@ def serving(kube: FakeKubernetes, *, certificate: Path | None = None) -> Iterato
         def log_message(self, format: str, *args: object) -> None:
             """Keeps quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = _QuietServer(("127.0.0.1", 0), Handler)
     scheme = "http"
     if certificate is not None:
         scheme = "https"

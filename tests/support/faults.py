@@ -134,7 +134,7 @@ async def find_victim(
         ]
         return bool(found)
 
-    await wait_until_async(is_there, 8.0, f"{side} work at stage {stage}")
+    await wait_until_async(is_there, 20.0, f"{side} work at stage {stage}")
     return found[0]
 
 

@@ -42,5 +42,5 @@ class HealthWatch:
 async def watch_health(channel: grpc.aio.Channel) -> HealthWatch:
     """Begins to watch, and returns once the first state is known; takes the channel over."""
     watch = HealthWatch(channel)
-    await wait_for(lambda: bool(watch.states), 5.0, "a first state of health")
+    await wait_for(lambda: bool(watch.states), 20.0, "a first state of health")
     return watch

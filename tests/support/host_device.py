@@ -40,6 +40,8 @@ class Switches:
     num_open: int = 0
     """Memories that were not closed."""
     gathered: list[KvRegion] = field(default_factory=list)
+    gathered_by: list[threading.Thread] = field(default_factory=list)
+    """Who launched each of these."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Of all lanes of a device."""
 
@@ -126,6 +128,7 @@ class HostLane:
         self._is_busy = False
 
     def gather(self, region: KvRegion, frame: Tensor, *, has_sum: bool) -> HostSum | None:
+        self._switches.gathered_by.append(threading.current_thread())
         self._switches.gathered.append(region)
         self._launch(lambda: frame.copy_(self._kv.pack(region)))
         return self.add_up(frame) if has_sum else None

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from launcher.redis_server import find_program, free_port
-from pdserve.process import ChildProcess, spawn
+from launcher.held_port import HeldPort
+from launcher.redis_server import find_program
+from pdserve.process import spawn
 from tests.support.cluster import wait_until
 
 
@@ -49,14 +50,18 @@ def addresses_in(table: str) -> set[str]:
     return {line.split()[3].rpartition(":")[0] for line in table.splitlines()}
 
 
-def start_redis(host: str) -> tuple[ChildProcess, str]:
-    """Starts a Redis that answers on one address of this host; returns its URL as well."""
-    port = free_port(host)
-    argv = [str(find_program()), "--bind", host, "--port", str(port)]
-    argv += ["--save", "", "--protected-mode", "no"]
-    redis = spawn(argv, stdout=subprocess.DEVNULL, name="redis")
-    wait_until(lambda: answers(host, port), 10.0)
-    return redis, f"redis://{host}:{port}/0"
+@contextlib.contextmanager
+def running_redis(host: str) -> Iterator[str]:
+    """Runs a Redis that answers on one address of this host; gives its URL."""
+    with contextlib.closing(HeldPort(host)) as held:
+        argv = [str(find_program()), "--bind", host, "--port", str(held.number)]
+        argv += ["--save", "", "--protected-mode", "no"]
+        redis = spawn(argv, stdout=subprocess.DEVNULL, name="redis")
+        try:
+            wait_until(lambda: answers(host, held.number), 30.0)
+            yield f"redis://{host}:{held.number}/0"
+        finally:
+            redis.stop(5.0)
 
 
 def answers(host: str, port: int) -> bool:

@@ -59,4 +59,4 @@ for _ in range(3000):
         child.stderr.close()
         child.stdin.write(b"x")
         child.stdin.close()
-        assert child.wait(timeout=30) == 0
+        assert child.wait(timeout=60) == 0

@@ -30,7 +30,7 @@ def test_A20_fresh_processes_agree_whatever_their_hash_seed():
             capture_output=True,
             text=True,
             check=True,
-            timeout=30,
+            timeout=60,
         ).stdout.strip()
         for seed in ("0", "1", "random")
     ]

@@ -201,7 +201,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free + self.pool.num_cached + len(set(held)) == 12
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
-)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestNoBlockIsLostOrSharedByMistake = PoolMachine.TestCase

@@ -92,8 +92,11 @@ def make_fake_ranks(num_words: int) -> tuple[TensorRanks, list[torch.Tensor]]:
 
 def test_a_step_larger_than_a_slot_is_summed_in_pieces() -> None:
     ranks, rings = make_fake_ranks(2 * 16)
-    own, others = torch.randn(2, 5, 16), torch.randn(5, 16)
-    residual, out = torch.randn(5, 16), torch.empty(5, 16)
+    numbers = torch.Generator().manual_seed(7)
+    own, others, residual = (
+        torch.randn(shape, generator=numbers) for shape in ((2, 5, 16), (5, 16), (5, 16))
+    )
+    out = torch.empty(5, 16)
     wanted = residual + (own.sum(0) + others)
     for slot, start in enumerate(range(0, 5, 2)):
         words = others[start : start + 2].flatten().view(torch.int32)
@@ -107,7 +110,7 @@ def test_a_step_larger_than_a_slot_is_summed_in_pieces() -> None:
 def test_B9_a_rank_that_was_missed_is_told_with_the_step() -> None:
     ranks, _ = make_fake_ranks(16)
     before = ranks.watch()
-    x = torch.randn(1, 1, 16)
+    x = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(8))
     ranks.add_norm(x, x[0].clone(), torch.ones(16), x[0].clone(), epsilon=1e-6)
     before.check()
     with pytest.raises(WorkerLost, match="did not send its part"):

@@ -10,7 +10,7 @@ from pdserve.cuda.turn import taking_turn
 def hold(folder: Path, has_it: Event, is_over: Event) -> None:
     with taking_turn("GPU-1", 10.0, folder):
         has_it.set()
-        is_over.wait(30)
+        is_over.wait(60)
 
 
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
@@ -19,7 +19,7 @@ def test_a_turn_is_free_again_when_its_process_leaves_or_dies(tmp_path: Path, en
     has_it, is_over = context.Event(), context.Event()
     other = context.Process(target=hold, args=(tmp_path, has_it, is_over))
     other.start()
-    assert has_it.wait(30)
+    assert has_it.wait(60)
     with taking_turn("GPU-1", 0.1, tmp_path) as has_turn:
         assert not has_turn, "the other process has it"
     with taking_turn("GPU-2", 0.1, tmp_path) as has_turn:

@@ -137,8 +137,8 @@ def test_replicas_finish_and_then_the_raylet_is_told_to_end(pod: Pod) -> None:
     pod.start("rank", ["python", "-m", "decode_worker.rank"], drain_s=0.0)
     pod.start("raylet", RAYLET, drain_s=0.0)
     assert pod.drain(timeout_s=20.0) == 0
-    assert pod.processes["face"].wait(5) == 0
-    wait_until(lambda: pod.signals("raylet") == [signal.SIGTERM], 5.0)
+    assert pod.processes["face"].wait(30) == 0
+    wait_until(lambda: pod.signals("raylet") == [signal.SIGTERM], 30.0)
     assert pod.signals("face") == [signal.SIGTERM], "a second one would cut what still runs"
     assert pod.signals("rank") == []
 

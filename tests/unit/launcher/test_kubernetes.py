@@ -28,7 +28,7 @@ ROUTERS = "app.kubernetes.io/part-of=pdserve,app.kubernetes.io/component=router"
 class Bench:
     """Two pools, what serves them, and a token."""
 
-    def __init__(self, stack: ExitStack, folder: Path, kind: str) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, kind: str, timeout_s: float = 10.0) -> None:
         self.kube = FakeKubernetes(kind=kind)
         self.kube.add_pool("prefill", 1)
         self.kube.add_pool("decode", 3)
@@ -37,7 +37,7 @@ class Bench:
         self.token_file.write_text(self.kube.token + "\n")
         self.registry = MemoryRegistry(ManualClock())
         config = KubernetesConfig(
-            url=url, token_file=self.token_file, namespace="ns", timeout_s=0.3
+            url=url, token_file=self.token_file, namespace="ns", timeout_s=timeout_s
         )
         self.pools = stack.enter_context(
             KubernetesPools(
@@ -154,11 +154,13 @@ def test_answer_that_is_no_json_is_a_refusal_too(bench: Bench) -> None:
         bench.pools.members()
 
 
-def test_server_that_says_nothing_is_given_up_in_time(bench: Bench) -> None:
-    bench.kube.failures.append("silence")
-    with pytest.raises(PoolApiError, match="does not answer") as caught:
-        bench.pools.members()
-    assert caught.value.status is None
+def test_server_that_says_nothing_is_given_up_in_time(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = Bench(stack, tmp_path, "statefulsets", timeout_s=0.3)
+        bench.kube.failures.append("silence")
+        with pytest.raises(PoolApiError, match="does not answer") as caught:
+            bench.pools.members()
+        assert caught.value.status is None
 
 
 def test_renewed_token_is_read_for_the_next_call(bench: Bench) -> None:

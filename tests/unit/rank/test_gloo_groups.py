@@ -28,7 +28,7 @@ def parts_of(tensor: int, stages: int) -> tuple[RankPart, ...]:
 
 def on_all(parts: tuple[RankPart, ...], work: Callable[[RankPart], T]) -> list[T]:
     with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(work, parts, timeout=30))
+        return list(pool.map(work, parts, timeout=60))
 
 
 def connect(folder: Path, part: RankPart, tensor: int) -> GlooTensorGroup:
@@ -101,14 +101,14 @@ def test_a_stage_goes_on_while_the_one_behind_has_not_begun(tmp_path: Path) -> N
                 expected.append(link.expect_logits(1, 3))
             has_sent.set()
             logits = [one.wait() for one in expected]
-            all_done.wait(20)
+            all_done.wait(60)
             return logits
-        assert has_sent.wait(20)
+        assert has_sent.wait(60)
         received = [link.receive(2, 3) for _ in range(2)]
         for one in received:
             link.send_logits(one.sum(0, keepdim=True))
         # What was sent lives as long as the link.
-        all_done.wait(20)
+        all_done.wait(60)
         return received
 
     found = on_all(parts_of(1, 2), work)

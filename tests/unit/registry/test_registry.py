@@ -45,7 +45,7 @@ def redis_server() -> Iterator[RedisServer]:
     server = RedisServer()
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture

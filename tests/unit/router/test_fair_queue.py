@@ -69,7 +69,7 @@ def test_a_removed_item_has_no_turn() -> None:
     assert queue.tokens_before(9) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(
@@ -93,7 +93,7 @@ def test_everything_that_waits_is_served_once(
     assert queue.tokens_before(9) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 20_000), min_size=1, max_size=30),
     st.lists(st.integers(1, 20_000), min_size=1, max_size=30),
@@ -117,7 +117,7 @@ def test_no_tenant_that_waits_falls_behind_by_more_than_its_largest_request(
         assert abs(served["a"] - served["b"]) <= bound
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 3), st.integers(1, 5))
 def test_no_priority_starves_behind_a_stream_of_higher_ones(low: int, per_second: int) -> None:
     queue: FairQueue[int] = FairQueue()

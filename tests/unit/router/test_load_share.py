@@ -176,7 +176,7 @@ async def test_C18_over_redis_texts_come_to_all_and_its_end_is_said() -> None:
             with pytest.raises(ChannelDown):
                 await one.publish("anybody?")
     finally:
-        server.kill()
+        server.close()
 
 
 async def test_a_running_share_goes_on_without_its_channel() -> None:

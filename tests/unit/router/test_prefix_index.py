@@ -43,7 +43,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(_STEPS)
 def test_the_index_answers_as_sets_would(steps):
     index = PrefixIndex(seed=3)
@@ -329,7 +329,7 @@ _MOVES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_MOVES)
 def test_C12_after_losses_repeats_and_restarts_the_index_is_what_the_worker_holds(moves):
     world = World()
@@ -395,7 +395,7 @@ _LIFE = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_LIFE)
 def test_C12_placements_and_events_together_answer_as_sets_would(steps):
     """Keys name whole prefixes, as in service, and workers hold what is closed under prefixes."""

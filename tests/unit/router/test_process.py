@@ -37,7 +37,7 @@ def test_C15_a_signal_drains_and_exits_with_0(text_folder, number):
         line = process.stdout.readline()
         assert line.startswith("router ready: grpc 127.0.0.1:")
         process.send_signal(number)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
         assert process.returncode == 0
         assert "Traceback" not in errors
     finally:
@@ -50,7 +50,7 @@ def test_a_port_in_use_is_one_line_and_exit_2(text_folder):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = _start(text_folder, taken.getsockname()[1])
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "is already in use" in errors
     assert "Traceback" not in errors
@@ -58,7 +58,7 @@ def test_a_port_in_use_is_one_line_and_exit_2(text_folder):
 
 def test_a_missing_model_is_one_line_and_exit_2(tmp_path):
     process = _start(tmp_path / "nothing")
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert errors.startswith("error: ")
     assert len(errors.splitlines()) == 1

@@ -90,10 +90,12 @@ def test_anything_left_is_a_ledger_fault(ledger: dict[str, int]) -> None:
 
 def test_leaked_descriptor_fails_bound() -> None:
     before = Resources.of([os.getpid()])
-    leaked = os.open("/dev/null", os.O_RDONLY)
+    # Of other tests in this process, some may be closed meanwhile.
+    leaked = [os.open("/dev/null", os.O_RDONLY) for _ in range(50)]
     try:
         after = Resources.of([os.getpid()])
     finally:
-        os.close(leaked)
+        for descriptor in leaked:
+            os.close(descriptor)
     with pytest.raises(AssertionError):
         after.assert_no_growth(before, rss_bytes=1 << 30, num_fds=0, num_threads=100)

@@ -169,7 +169,9 @@ async def test_streams_go_on_without_the_brain_and_are_told_to_the_next_one(
 ) -> None:
     async with run_pair(text_folder, tmp_path) as pair:
         await pair.network.start("p0", Role.PREFILL)
-        await pair.network.start("d0", Role.DECODE, Script(token_delay_s=0.01))
+        # Until the next brain is there and has heard of them, they do not end.
+        script = Script(token_delay_s=0.2)
+        await pair.network.start("d0", Role.DECODE, script)
         async with pair.brain():
             await pair.up(2)
             streams = [
@@ -183,6 +185,7 @@ async def test_streams_go_on_without_the_brain_and_are_told_to_the_next_one(
             row = again.book.fleet.row_of_id
             await eventually(lambda: row("d0") is not None)
             assert again.book.fleet.num_seqs[row("d0")] == 2
+            script.token_delay_s = 0.0
             for stream in streams:
                 assert (await stream).token_ids == expected_tokens(PROMPT, 60)
             await eventually(lambda: again.book.num_charged == 0)

@@ -213,7 +213,7 @@ async def test_D5_bytes_that_are_no_chunk_end_one_connection_and_log_no_defect(
         writer.write(piece)
         await writer.drain()
         await let_others_run(20)
-    answer = await asyncio.wait_for(reader.read(), 5.0)
+    answer = await asyncio.wait_for(reader.read(), 30.0)
     writer.close()
     assert re.match(rb"HTTP/1.1 (400|415) ", answer)
     assert answer.count(b"HTTP/1.1") == 1
@@ -238,13 +238,19 @@ BOMBS = {
 async def test_D5_ten_times_a_cap_is_refused_before_it_costs_memory(client, name):
     body = {**TEXT, **BOMBS[name]}
     await client.post("/v1/completions", json=body)
-    gc.collect()
-    before = psutil.Process().memory_info().rss
-    for _ in range(5):
-        answer = await client.post("/v1/completions", json=body)
-        assert answer.status_code == 400
-    gc.collect()
-    assert psutil.Process().memory_info().rss - before < 1 << 20
+
+    async def grow() -> int:
+        """Asks five times; returns by how much this process has grown."""
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        for _ in range(5):
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 400
+        gc.collect()
+        return psutil.Process().memory_info().rss - before
+
+    # What is kept is kept each time; other threads of this process may grow now and then.
+    assert min([await grow() for _ in range(3)]) < 1 << 20
 
 
 async def test_another_content_type_is_415(client):

@@ -86,7 +86,7 @@ async def test_D10_an_error_after_the_first_byte_is_one_event_without_done(clust
 
 
 async def test_the_deadline_is_504_and_in_a_stream_an_event(text_folder):
-    async with run_cluster(text_folder, default_timeout_s=0.3) as cluster:
+    async with run_cluster(text_folder, default_timeout_s=0.8) as cluster:
         await add_pair(cluster, token_delay_s=0.05)
         async with http_client(cluster) as client:
             body = {"prompt": PROMPT, "max_tokens": 500}
