@@ -13,8 +13,8 @@ import grpc
 
 from benchmarks.processes import first_line, running
 from benchmarks.streams import OUTPUT_TOKENS
-from launcher.model_source import resolve_model
 from launcher.held_port import HeldPort
+from launcher.model_source import resolve_model
 from launcher.redis_server import RedisServer
 from pdserve.rpc.server import open_channel
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
