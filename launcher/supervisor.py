@@ -18,8 +18,6 @@ from queue import SimpleQueue
 from typing import Literal
 from urllib.parse import urlsplit
 
-import grpc
-
 from launcher.gpus import GpuDealer
 from launcher.model_source import resolve_model
 from launcher.place import LocalPlace, Place
@@ -36,6 +34,7 @@ from launcher.role_commands import (
     worker_argv,
     worker_configs,
 )
+from launcher.router_probe import router_sees_all
 from launcher.supervision import STOOD_STILL_S, LeaseWatch
 from pdserve.config.cluster import ClusterConfig
 from pdserve.config.load import read_visible_gpus, to_argv
@@ -44,8 +43,7 @@ from pdserve.errors import ConfigError, InternalError
 from pdserve.registry.base import RegistryUnavailable, WorkerRecord
 from pdserve.registry.redis import RedisRegistry
 from pdserve.request import Role
-from pdserve.rpc.server import channel_options, check_port_is_free, resolve_host
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.server import check_port_is_free, resolve_host
 from pdserve.timeline import PauseWatch
 
 POLL_S = 0.05
@@ -223,7 +221,9 @@ class Supervisor:
             self._require_all_running()
             self._refresh(runner, registry)
             lived_s = time.monotonic() - started_s
-            if len(self.records) == len(self.workers) and self._router_sees_all():
+            if len(self.records) == len(self.workers) and router_sees_all(
+                self._ports.grpc, self._config
+            ):
                 self._report(f"workers and router ready after {lived_s:.1f} s")
                 self.is_ready = True
                 return
@@ -242,20 +242,6 @@ class Supervisor:
                     f"{child.name} ended ({describe_status(status)}) before it was ready: "
                     f"{child.last_line()}"
                 )
-
-    def _router_sees_all(self) -> bool:
-        # A new channel each time: one that was refused backs off.
-        address = f"{self._config.host}:{self._ports.grpc}"
-        with grpc.insecure_channel(address, options=channel_options()) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            try:
-                info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=1.0)
-            except grpc.RpcError:
-                return False
-        config = self._config
-        has_fronts = max(info.num_fronts, 1) >= config.fronts
-        has_prefill = info.num_prefill >= config.num_prefill
-        return has_fronts and has_prefill and info.num_decode >= config.num_decode
 
     def _watch(self, runner: asyncio.Runner, registry: RedisRegistry) -> None:
         if self.redis is not None and not self.redis.is_running():
