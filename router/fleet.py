@@ -239,10 +239,17 @@ class Fleet:
             self.queue[number, row] += sign * term
         self._note_row(row)
 
-    def set_head(self, row: int, terms: tuple[float, float, float], since_s: float) -> None:
-        """Notes which prompt of this front is being computed."""
-        for number, term in enumerate(terms):
-            self.head[number, row] = term
+    def set_step(
+        self,
+        row: int,
+        head: tuple[float, float, float],
+        done: tuple[float, float, float],
+        since_s: float,
+    ) -> None:
+        """Notes what of this front's prompts is being computed, and what is computed already."""
+        for number in range(NUM_TERMS):
+            self.head[number, row] = head[number]
+            self.done[number, row] = done[number]
         self.head_since_s[row] = since_s
         self._note_row(row)
 
@@ -305,7 +312,9 @@ class Fleet:
         self.queue = terms()
         """Of prompts that this front sent and that are not computed."""
         self.head = terms()
-        """Of the first of them: it is being computed."""
+        """Of those that the worker's present step computes; its first term counts chunks."""
+        self.done = terms()
+        """Of the first prompt: what earlier steps computed."""
         self.head_since_s = zeros()
         self.num_seqs, self.kv_tokens, self.blocks = zeros(), zeros(), zeros()
         """Of sequences that this front sent to decode: how many, the tokens they will probably
