@@ -272,7 +272,8 @@ class JointPolicy:
                     return []
                 far = self._receivers(look, own, rows, LOCAL_LIST)
             far = [one for one in far if self._scores.standing(one.row).knows_prefill]
-            far = far[:LOCAL_LIST]
+            if len(far) > LOCAL_LIST:
+                far = sorted(far, key=_own_cost)[:LOCAL_LIST]
         return [
             local_way(look.ask, self._scores.standing(one.row), one, look.cached.item(one.row))
             for one in far
@@ -352,6 +353,10 @@ def _find_all(
 def _pair_of(way: Way, keys: tuple[WorkerKey, ...]) -> tuple[WorkerKey | None, WorkerKey]:
     is_local = way.computes == way.decodes
     return None if is_local else keys[way.computes], keys[way.decodes]
+
+
+def _own_cost(one: Receiver) -> float:
+    return one.life + one.wait + one.extra
 
 
 def _best_rows(own: FloatArray, among: IntArray | None, size: int) -> IntArray:
