@@ -149,9 +149,13 @@ class Fleet:
         are: BoolArray = self.heard_s[rows] < now_s - self._silence_s
         return are
 
+    def silent_before_s(self, now_s: float) -> float:
+        """Returns since when a worker must have been heard."""
+        return now_s - self._silence_s
+
     def is_any_silent(self, rows: IntArray, now_s: float) -> bool:
         """Says whether one of a few workers was not heard for too long."""
-        limit_s, heard_s = now_s - self._silence_s, self.heard_s.item
+        limit_s, heard_s = self.silent_before_s(now_s), self.heard_s.item
         return any([heard_s(row) < limit_s for row in rows.tolist()])  # noqa: C419 - it is quicker
 
     def members(self) -> Iterable[tuple[int, Member]]:

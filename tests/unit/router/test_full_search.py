@@ -9,7 +9,8 @@ from pdserve.predictor.predictor import Predictor
 from pdserve.predictor.profile import Profile
 from pdserve.request import Role
 from router.cost import LawTable, prefill_cost
-from router.policy import Choice, Demand, JointPolicy
+from router.demand import Demand
+from router.policy import Choice, JointPolicy
 from router.scores import Ask, Scores, Standing
 from router.ways import (
     LOCAL_LIST,

@@ -9,7 +9,8 @@ from pdserve.predictor.predictor import Predictor
 from pdserve.predictor.profile import Profile
 from pdserve.request import RequestId, Role
 from router.cost import LawTable, prefill_terms
-from router.policy import Demand, JointPolicy
+from router.demand import Demand
+from router.policy import JointPolicy
 from router.scores import Scores
 from router.ways import SHORT_LIST
 from tests.support.fleet_scene import FAST, SLOW, FleetScene
