@@ -98,8 +98,9 @@ class FleetScene:
         self.book.charge_prefill(name, choice.prefill or choice.decode, terms)
         charge = DecodeCharge(num_seqs=1, kv_tokens=demand.num_tokens + 40, blocks=9)
         self.book.charge_decode(name, choice.decode, charge)
-        for key in {choice.prefill, choice.decode} - {None}:
-            self.book.charge_link(key, choice.transfer_s)
+        for key in (choice.prefill, choice.decode):
+            if key is not None:
+                self.book.charge_link(key, choice.transfer_s)
         self.alive.append(name)
         if self.random.random() < 0.7:
             done = self.alive.pop(self.random.randrange(len(self.alive)))

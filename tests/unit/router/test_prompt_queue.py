@@ -109,7 +109,7 @@ def test_steps_of_a_worker_that_nobody_knows_have_no_end() -> None:
 def test_steps_as_a_worker_makes_them_are_known_token_for_token(seed: int) -> None:
     """Plays a worker that fills its steps in the order of the queue."""
     random = Random(seed)
-    queue, left = PromptQueue(1000.0), {}
+    queue, left = PromptQueue(1000.0), dict[RequestId, int]()
     for number in range(300):
         for _ in range(random.choice((0, 1, 3))):
             name = RequestId(f"{number}-{len(left)}")
