@@ -1,6 +1,7 @@
 """Our router's choices against other routers' policies, simulated: workloads x policies.
 
-    python -m benchmarks.routing [--trace MOONCAKE] [--requests N] [--scale S] [--only NAME]
+    python -m benchmarks.routing [--trace MOONCAKE] [--requests N] [--rate R] [--only NAME]
+    python -m benchmarks.routing --merge PART.json ...   what several runs have found, in one file
 
 All policies run over the same production modules and know the same: only the choice differs, see
 `simulation.baselines`. Rates are set so that the best policy is near saturation.
@@ -20,7 +21,7 @@ from simulation.generators import Lengths, make_agent_tree, make_hot_prefix, mak
 from simulation.profile_files import find_profile
 from simulation.report import Report, Slo, make_report
 from simulation.routing import make_joint_policy
-from simulation.sampling import take_busiest
+from simulation.sampling import take_busiest, take_stretch
 from simulation.shape import ClusterShape
 from simulation.traces import read_trace
 from simulation.workload import Workload, scale_rate
@@ -45,8 +46,17 @@ class Case:
     slo: Slo = SLO
 
 
-def make_cases(trace: Path | None, num_requests: int, seed: int = SEED) -> list[Case]:
-    """Makes the workloads; the first third of each only fills caches and queues."""
+def make_cases(
+    trace: Path | None, num_requests: int, seed: int = SEED, stretch: int | None = None
+) -> list[Case]:
+    """Makes the workloads; the first third of each only fills caches and queues.
+
+    Args:
+        trace: one workload more, a part of this trace.
+        num_requests: of each workload.
+        seed: of those that are made up.
+        stretch: takes the n-th part of the trace that is so long; None: the busiest.
+    """
     lengths = Lengths()
     num_warm_up = num_requests // 3
     plain = Case(
@@ -96,7 +106,11 @@ def make_cases(trace: Path | None, num_requests: int, seed: int = SEED) -> list[
         ),
     ]
     if trace is not None:
-        sample = take_busiest(read_trace(trace), num_requests)
+        whole = read_trace(trace)
+        if stretch is None:
+            sample = take_busiest(whole, num_requests)
+        else:
+            sample = take_stretch(whole, num_requests, stretch)
         cases.append(
             Case(
                 name="mooncake conversation",
@@ -135,11 +149,17 @@ def main() -> None:
     parser.add_argument("--policies", help="some policies, with commas between them")
     parser.add_argument("--rate", type=float, default=1.0, help="speeds all workloads up")
     parser.add_argument("--seed", type=int, default=SEED, help="of the workloads that are made up")
+    parser.add_argument("--stretch", type=int, help="n-th part of the trace, not the busiest")
+    parser.add_argument("--merge", type=Path, nargs="+", help="only puts files together")
     parser.add_argument("--output", type=Path, default=RESULTS / "routing.json")
     options = parser.parse_args()
     profile = replace(find_profile("h200", "llama-3-8b"), block_size=128)
+    for part in options.merge or ():
+        _write(options.output, _read(part), profile.worker_class)
+    if options.merge:
+        return
     rows = []
-    for case in make_cases(options.trace, options.requests, options.seed):
+    for case in make_cases(options.trace, options.requests, options.seed, options.stretch):
         if options.only not in (None, case.name):
             continue
         if options.rate != 1.0:
@@ -154,6 +174,7 @@ def main() -> None:
                     "policy": policy,
                     "rate": options.rate,
                     "seed": options.seed,
+                    "stretch": options.stretch,
                     "requests": options.requests,
                     "num_prefill": case.num_prefill,
                     "num_decode": case.num_decode,
@@ -166,15 +187,20 @@ def main() -> None:
 
 def _write(path: Path, rows: list[dict[str, object]], profile: str) -> None:
     """Writes rows into a file; those of other workloads, policies, rates and seeds stay."""
-    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    known = _read(path) if path.exists() else []
     fresh = {_name(row) for row in rows}
     kept = [row for row in known if _name(row) not in fresh]
     result = {"benchmark": "routing", "profile": profile, "rows": [*kept, *rows]}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
+def _read(path: Path) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
 def _name(row: dict[str, object]) -> tuple[object, ...]:
-    return tuple(row[field] for field in ("workload", "policy", "rate", "seed"))
+    return tuple(row.get(one) for one in ("workload", "policy", "rate", "seed", "stretch"))
 
 
 def _line(case: Case, policy: str, report: Report, took_s: float) -> str:

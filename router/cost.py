@@ -236,8 +236,10 @@ def prefill_cost(law: Law, uncached: Number, cached: Number) -> Number:
 
 
 def share_to_free(
-    load: tuple[Number, Number], need: tuple[float, float], room: tuple[Number, Number]
-) -> FloatArray:
+    load: tuple[FloatArray, FloatArray],
+    need: tuple[float, float],
+    room: tuple[FloatArray, FloatArray],
+) -> FloatArray | None:
     """Returns which part of its load a decode worker must lose before it has room for more.
 
     Sequences end one after another over the time that one stays, and free their share.
@@ -246,10 +248,15 @@ def share_to_free(
         load: sequences, and tokens of KV, that are there.
         need: those that come.
         room: those that fit.
+
+    Returns:
+        None if all have room.
     """
-    shares = [
-        (held + more - place) / np.maximum(held, 1.0)
-        for held, more, place in zip(load, need, room, strict=True)
-    ]
-    share: FloatArray = np.clip(np.maximum(*shares), 0.0, 1.0)
-    return share
+    share: FloatArray | None = None
+    for held, more, place in zip(load, need, room, strict=True):
+        missing = held - place
+        missing += more
+        if missing.max() > 0:
+            missing /= np.maximum(held, 1.0)
+            share = missing if share is None else np.maximum(share, missing)
+    return None if share is None else np.minimum(np.maximum(share, 0.0), 1.0)

@@ -149,9 +149,13 @@ class Fleet:
         are: BoolArray = self.heard_s[rows] < now_s - self._silence_s
         return are
 
+    def silent_before_s(self, now_s: float) -> float:
+        """Returns since when a worker must have been heard."""
+        return now_s - self._silence_s
+
     def is_any_silent(self, rows: IntArray, now_s: float) -> bool:
         """Says whether one of a few workers was not heard for too long."""
-        limit_s, heard_s = now_s - self._silence_s, self.heard_s.item
+        limit_s, heard_s = self.silent_before_s(now_s), self.heard_s.item
         return any([heard_s(row) < limit_s for row in rows.tolist()])  # noqa: C419 - it is quicker
 
     def members(self) -> Iterable[tuple[int, Member]]:
@@ -239,10 +243,17 @@ class Fleet:
             self.queue[number, row] += sign * term
         self._note_row(row)
 
-    def set_head(self, row: int, terms: tuple[float, float, float], since_s: float) -> None:
-        """Notes which prompt of this front is being computed."""
-        for number, term in enumerate(terms):
-            self.head[number, row] = term
+    def set_step(
+        self,
+        row: int,
+        head: tuple[float, float, float],
+        done: tuple[float, float, float],
+        since_s: float,
+    ) -> None:
+        """Notes what of this front's prompts is being computed, and what is computed already."""
+        for number in range(NUM_TERMS):
+            self.head[number, row] = head[number]
+            self.done[number, row] = done[number]
         self.head_since_s[row] = since_s
         self._note_row(row)
 
@@ -305,7 +316,9 @@ class Fleet:
         self.queue = terms()
         """Of prompts that this front sent and that are not computed."""
         self.head = terms()
-        """Of the first of them: it is being computed."""
+        """Of those that the worker's present step computes; its first term counts chunks."""
+        self.done = terms()
+        """Of the first prompt: what earlier steps computed."""
         self.head_since_s = zeros()
         self.num_seqs, self.kv_tokens, self.blocks = zeros(), zeros(), zeros()
         """Of sequences that this front sent to decode: how many, the tokens they will probably

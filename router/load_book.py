@@ -1,15 +1,14 @@
 """What this router has dispatched and not seen end, written through to the fleet's rows."""
 
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from pdserve.request import RequestId
 from pdserve.timeline import Clock
 from router.fleet import Fleet
+from router.prompt_queue import NO_TERMS, PromptQueue, Terms
 from router.worker_key import WorkerKey
-
-Terms = tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +50,7 @@ class LoadBook:
         self.on_room: Callable[[], None] = _do_nothing
         """Called when a prompt has left a worker's queue."""
         self._charges: dict[RequestId, dict[WorkerKey, _Charge]] = {}
-        self._queues: dict[WorkerKey, OrderedDict[RequestId, Terms]] = {}
+        self._queues: dict[WorkerKey, PromptQueue] = {}
 
     @property
     def num_charged(self) -> int:
@@ -62,14 +61,15 @@ class LoadBook:
         """Queues a prompt, as terms of the predictor's law; a second charge replaces the first."""
         self.finish_prefill(request_id, worker)
         self._charge(request_id, worker).prefill = terms
-        queue = self._queues.setdefault(worker, OrderedDict())
-        queue[request_id] = terms
-        row = self.fleet.row_of(worker)
+        row, queue = self.fleet.row_of(worker), self._queues.get(worker)
+        if queue is None:
+            queue = self._queues[worker] = PromptQueue(self._chunk_tokens(row))
+        queue.push(request_id, terms, self._clock.now())
         if row is None:
             return
         self.fleet.add_prompt(row, terms)
         if len(queue) == 1:
-            self._start_head(row, queue)
+            self.fleet.set_step(row, queue.head, queue.done, queue.since_s)
         self.fleet.note_load(row)
         self.fleet.note_pick(row)
 
@@ -104,8 +104,7 @@ class LoadBook:
             return False
         terms, charge.prefill = charge.prefill, None
         row, queue = self.fleet.row_of(worker), self._queues[worker]
-        was_head = next(iter(queue)) == request_id
-        del queue[request_id]
+        is_new_step = queue.pop(request_id, self._clock.now())
         if not queue:
             del self._queues[worker]
         if row is None:
@@ -113,9 +112,9 @@ class LoadBook:
         # Terms are multiples of a half: nothing is left behind when all of them are taken away.
         self.fleet.add_prompt(row, terms, -1)
         if not queue:
-            self.fleet.set_head(row, (0.0, 0.0, 0.0), 0.0)
-        elif was_head:
-            self._start_head(row, queue)
+            self.fleet.set_step(row, NO_TERMS, NO_TERMS, 0.0)
+        elif is_new_step:
+            self.fleet.set_step(row, queue.head, queue.done, queue.since_s)
         self.on_room()
         return True
 
@@ -162,9 +161,10 @@ class LoadBook:
             return
         queue = self._queues.get(worker)
         if queue:
-            for terms in queue.values():
+            for terms in queue:
                 self.fleet.add_prompt(row, terms)
-            self._start_head(row, queue)
+            queue.restart(self._chunk_tokens(row), self._clock.now())
+            self.fleet.set_step(row, queue.head, queue.done, queue.since_s)
         for charges in self._charges.values():
             charge = charges.get(worker)
             if charge is not None and charge.decode is not None:
@@ -174,8 +174,8 @@ class LoadBook:
     def _charge(self, request_id: RequestId, worker: WorkerKey) -> _Charge:
         return self._charges.setdefault(request_id, {}).setdefault(worker, _Charge())
 
-    def _start_head(self, row: int, queue: OrderedDict[RequestId, Terms]) -> None:
-        self.fleet.set_head(row, next(iter(queue.values())), self._clock.now())
+    def _chunk_tokens(self, row: int | None) -> float:
+        return math.inf if row is None else self.fleet.chunk_tokens.item(row)
 
     def _release_decode(self, request_id: RequestId, worker: WorkerKey) -> None:
         charge = self._charges.get(request_id, {}).get(worker)

@@ -9,10 +9,12 @@ import numpy as np
 from pdserve.request import RequestId, Role
 from pdserve.timeline import Clock
 from router.cost import LawTable, prefill_terms
+from router.demand import Demand
 from router.fair_queue import Turn
-from router.load_book import DecodeCharge, LoadBook, Terms
-from router.policy import Choice, Demand, Policy
+from router.load_book import DecodeCharge, LoadBook
+from router.policy import Choice, Policy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex
+from router.prompt_queue import Terms
 from router.slo import TooLate
 from router.worker_key import WorkerKey
 

@@ -13,8 +13,7 @@ longer than the prefix is worth: seconds, or KV blocks while the predictor is no
 """
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -23,12 +22,13 @@ import numpy as np
 from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
 from router.candidates import Candidate, CandidateTable, Pairs, Path
-from router.cost import Laws, LawTable, share_to_free
-from router.fleet import Fleet, FloatArray, IntArray
-from router.scores import Ask, Cached, Scores, decode_load
+from router.cost import LawTable
+from router.decode_search import DecodeSearch, Look
+from router.demand import Demand
+from router.fleet import Fleet, FloatArray
+from router.scores import Ask, Scores
 from router.ways import (
     LOCAL_LIST,
-    MISSED_WEIGHT,
     SHORT_LIST,
     Near,
     Receiver,
@@ -37,43 +37,9 @@ from router.ways import (
     all_pairs,
     best_pair,
     local_way,
-    make_receiver,
     shorten,
 )
 from router.worker_key import WorkerKey as WorkerKey
-
-_NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """What a request asks for, in tokens."""
-
-    num_tokens: int
-    """To be in the cache when decoding begins."""
-    num_growth_tokens: int = 0
-    """Output that may still come, of one sample."""
-    num_expected_tokens: int = 0
-    """Output that probably comes, of one sample."""
-    num_samples: int = 1
-    cached_rows: IntArray = field(default_factory=lambda: _NO_ROWS)
-    """Of workers that probably have a prefix."""
-    cached_tokens: IntArray = field(default_factory=lambda: _NO_ROWS)
-    """Its tokens, one number a row."""
-    max_local_tokens: int = 0
-    """Most uncached tokens that a decode worker may prefill itself; 0: always hand off."""
-    has_prefill_pool: bool = True
-    """There is, or was, one; without it every prompt is local."""
-    tpot_slo_s: float | None = None
-    """Wanted seconds per output token."""
-    ttft_slo_s: float | None = None
-    """Wanted seconds from now to the first token."""
-    excluded: Collection[WorkerKey] = ()
-
-    @property
-    def num_kv_tokens(self) -> float:
-        """Tokens that it will hold on decode, on average over its life."""
-        return self.num_tokens + self.num_samples * self.num_expected_tokens // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,12 +90,13 @@ class JointPolicy:
         """Reads both, writes none."""
         self._fleet = fleet
         self._scores = Scores(fleet, table)
+        self._decodes = DecodeSearch(fleet, self._scores)
 
     def choose(self, demand: Demand, now_s: float) -> Choice:
         """Chooses by the least cost over both paths, see `Policy`."""
         look = self._look(demand, now_s)
         far_own = self._decode_bound(look)
-        far = self._receivers(look, far_own)
+        far = self._decodes.find(look, far_own)
         local = self._local_ways(look, far, far_own)
         sides: list[Sides] = []
         # In blocks the two paths cannot be compared: a short rest stays where it is cached.
@@ -151,11 +118,11 @@ class JointPolicy:
         look = self._look(demand, now_s)
         own = self._decode_bound(look)
         own[fleet.group != fleet.group[row]] = np.inf
-        far = self._receivers(look, own)
+        far = self._decodes.find(look, own)
         computed = self._scores.standing(row).without_prompts(now_s)
         return self._pick(look, [([(0.0, computed, 0.0)], far)], [])
 
-    def _look(self, demand: Demand, now_s: float) -> "_Look":
+    def _look(self, demand: Demand, now_s: float) -> Look:
         fleet, scores = self._fleet, self._scores
         laws = scores.refresh(now_s)
         queue = scores.queue(now_s)
@@ -176,16 +143,16 @@ class JointPolicy:
         )
         rows = [fleet.row_of(key) for key in demand.excluded]
         excluded = [row for row in rows if row is not None]
-        return _Look(ask, demand, laws, queue, (demand.cached_rows, tokens), cached, excluded)
+        return Look(ask, demand, laws, queue, (demand.cached_rows, tokens), cached, excluded)
 
-    def _prompt_bound(self, look: "_Look") -> FloatArray:
+    def _prompt_bound(self, look: Look) -> FloatArray:
         own = self._scores.prompt_bound(look.laws, look.ask, look.found, look.queue)
         own += self._scores.bias[Role.PREFILL]
         if look.excluded:
             own[look.excluded] = np.inf
         return own
 
-    def _decode_bound(self, look: "_Look") -> FloatArray:
+    def _decode_bound(self, look: Look) -> FloatArray:
         own = self._scores.decode_bound(look.laws, look.ask, look.found)
         if not look.demand.has_prefill_pool and look.laws.is_fitted:
             # Whoever decodes computes the prompt as well.
@@ -195,7 +162,7 @@ class JointPolicy:
             own[look.excluded] = np.inf
         return own
 
-    def _senders(self, look: "_Look", own: FloatArray) -> Near:
+    def _senders(self, look: Look, own: FloatArray) -> Near:
         """Returns the best few."""
         fleet, now_s = self._fleet, look.ask.now_s
         rows = shorten(own)
@@ -204,62 +171,7 @@ class JointPolicy:
         standings = [self._scores.standing(row) for row in rows.tolist()]
         return list(zip(own[rows].tolist(), standings, look.cached[rows].tolist(), strict=True))
 
-    def _receivers(
-        self,
-        look: "_Look",
-        own: FloatArray,
-        among: IntArray | None = None,
-        size: int = SHORT_LIST,
-    ) -> list[Receiver]:
-        """Returns the best few, by the bound if that says all of them, else by all that counts.
-
-        Args:
-            look: the choice.
-            own: bounds of all workers.
-            among: looks at these alone.
-            size: how many are few.
-
-        Raises:
-            NoWorker: there is nobody at all.
-            TooLong: nobody can ever hold the request.
-        """
-        rows = _best_rows(own, among, size)
-        found = self._receivers_at(look, rows)
-        if found and not [one for one in found if one.wait or one.missed]:
-            room_tokens, need = self._fleet.room_tokens.item, look.max_tokens
-            fit = [row for row in rows.tolist() if room_tokens(row) >= need]
-            if len(fit) == len(found) and not self._fleet.is_any_silent(rows, look.ask.now_s):
-                return found
-        rows = _best_rows(self._full_cost(look, own), among, size)
-        return self._receivers_at(look, rows)
-
-    def _receivers_at(self, look: "_Look", rows: IntArray) -> list[Receiver]:
-        ask, standing = look.ask, self._scores.standing
-        places = zip(rows.tolist(), look.cached[rows].tolist(), strict=True)
-        return [make_receiver(ask, standing(row), cached) for row, cached in places]
-
-    def _full_cost(self, look: "_Look", own: FloatArray) -> FloatArray:
-        """Returns all costs, with what bounds leave out; raises as `_receivers`."""
-        fleet, ask, laws = self._fleet, look.ask, look.laws
-        own = np.where(fleet.are_silent(slice(None), ask.now_s), np.inf, own)
-        usable = np.flatnonzero(own < np.inf)
-        if not len(usable):
-            raise NoWorker("no decode worker is available")
-        fits = fleet.room_tokens >= look.max_tokens
-        if not fits[usable].any():
-            raise _too_long(fleet, usable, look.demand)
-        own[~fits] = np.inf
-        if laws.is_fitted:
-            need = ask.num_samples, ask.kv_tokens
-            step = self._scores.step_with(laws, *need)
-            share = share_to_free(
-                decode_load(fleet, laws), need, (fleet.max_num_seqs, fleet.room_tokens)
-            )
-            own += step * max(ask.life_tokens, 1.0) * share
-            own += MISSED_WEIGHT * np.maximum(step - ask.tpot_slo_s, 0.0)
-        return own
-
-    def _local_ways(self, look: "_Look", far: list[Receiver], own: FloatArray) -> list[Way]:
+    def _local_ways(self, look: Look, far: list[Receiver], own: FloatArray) -> list[Way]:
         """Returns the ways of those that may compute the prompt, or its rest, and decode."""
         demand = look.demand
         if demand.has_prefill_pool:
@@ -270,16 +182,17 @@ class JointPolicy:
                 rows = rows[tokens >= demand.num_tokens - demand.max_local_tokens]
                 if not len(rows):
                     return []
-                far = self._receivers(look, own, rows, LOCAL_LIST)
+                far = self._decodes.find(look, own, rows, LOCAL_LIST)
             far = [one for one in far if self._scores.standing(one.row).knows_prefill]
-            far = far[:LOCAL_LIST]
+            if len(far) > LOCAL_LIST:
+                far = sorted(far, key=_own_cost)[:LOCAL_LIST]
         return [
             local_way(look.ask, self._scores.standing(one.row), one, look.cached.item(one.row))
             for one in far
         ]
 
     def _pair_up(
-        self, look: "_Look", near: tuple[Near, FloatArray], far: tuple[list[Receiver], FloatArray]
+        self, look: Look, near: tuple[Near, FloatArray], far: tuple[list[Receiver], FloatArray]
     ) -> list[Sides]:
         """Returns the sides that may be paired: for each geometry, the best few of each side."""
         fleet = self._fleet
@@ -290,13 +203,13 @@ class JointPolicy:
             others = fleet.group != group
             senders = self._senders(look, np.where(others, np.inf, near[1]))
             try:
-                receivers = self._receivers(look, np.where(others, np.inf, far[1]))
+                receivers = self._decodes.find(look, np.where(others, np.inf, far[1]))
             except (NoWorker, TooLong):
                 continue
             sides.append((senders, receivers))
         return sides
 
-    def _pick(self, look: "_Look", sides: list[Sides], local: list[Way]) -> Choice:
+    def _pick(self, look: Look, sides: list[Sides], local: list[Way]) -> Choice:
         ask, fleet = look.ask, self._fleet
         ways = [way for side in sides if (way := best_pair(ask, *side)) is not None]
         if not ways and not local:
@@ -320,25 +233,6 @@ class JointPolicy:
         )
 
 
-@dataclass(slots=True)
-class _Look:
-    """One choice to be made. Not frozen: that takes longer to make."""
-
-    ask: Ask
-    demand: Demand
-    laws: Laws
-    queue: FloatArray
-    found: Cached
-    cached: FloatArray
-    """The tokens of the prompt that each row has."""
-    excluded: list[int]
-
-    @property
-    def max_tokens(self) -> int:
-        """That it may come to hold; workers hold whole blocks, so tokens can be compared."""
-        return self.demand.num_tokens + self.demand.num_growth_tokens
-
-
 def _find_all(
     ask: Ask, sides: list[Sides], local: list[Way], chosen: Way, keys: tuple[WorkerKey, ...]
 ) -> tuple[FloatArray, Pairs]:
@@ -354,12 +248,5 @@ def _pair_of(way: Way, keys: tuple[WorkerKey, ...]) -> tuple[WorkerKey | None, W
     return None if is_local else keys[way.computes], keys[way.decodes]
 
 
-def _best_rows(own: FloatArray, among: IntArray | None, size: int) -> IntArray:
-    return shorten(own, size) if among is None else among[shorten(own[among], size)]
-
-
-def _too_long(fleet: Fleet, rows: IntArray, demand: Demand) -> TooLong:
-    largest = int(fleet.total_blocks[rows].max())
-    size = int(fleet.block_size[rows].max())
-    need = -(-(demand.num_tokens + demand.num_growth_tokens) // size)
-    return TooLong("prompt", need, f"at most {largest} KV blocks with its output")
+def _own_cost(one: Receiver) -> float:
+    return one.life + one.wait + one.extra

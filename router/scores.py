@@ -58,7 +58,7 @@ class Standing:
     """Its law."""
     knows_prefill: bool
     rest: float
-    """Of the queue: what waits behind the prompt that is being computed."""
+    """Of the queue: what waits behind the step that is being computed."""
     until_s: float
     """When the queue as it is will be computed."""
     chunk_tokens: float
@@ -204,21 +204,24 @@ class Scores:
     def _stand(self, row: int, laws: Laws) -> Standing:
         fleet = self._fleet
         kind = laws.kinds[laws.kind_of.item(row)]
-        steps, tokens, pairs = self._prompts(row)
+        count, tokens, pairs = self._prompts(row)
         p0, p1, p2 = kind.prefill
-        cost = p0 * steps + p1 * tokens + p2 * pairs
-        self._note_queue(row, cost, steps)
         seqs, kv_tokens = fleet.num_seqs.item(row) + fleet.others_seqs.item(row), 0.0
-        rest, until_s = cost, -np.inf
         if laws.is_fitted:
-            head = fleet.head.item
-            rest = cost - (p0 * head(0, row) + p1 * head(1, row) + p2 * head(2, row))
-            rest = max(rest, 0.0)
+            head, done, chunk = fleet.head.item, fleet.done.item, fleet.chunk_tokens.item(row)
+            tokens -= head(1, row) + done(1, row)
+            pairs -= head(2, row) + done(2, row)
+            # A step that is not full is shared with the prompt that comes next.
+            rest = max(p0 * (tokens // chunk) + p1 * tokens + p2 * pairs, 0.0)
+            cost = rest + p0 * head(0, row) + p1 * head(1, row) + p2 * head(2, row)
             until_s = cost + fleet.head_since_s.item(row)
             kv_tokens = fleet.kv_tokens.item(row)
         else:
+            rest = cost = p0 * count + p1 * tokens + p2 * pairs
+            until_s = -np.inf
             # What sequences may grow to stands for the work that they still are.
             kv_tokens = fleet.blocks.item(row) * fleet.block_size.item(row)
+        self._note_queue(row, cost, count)
         kv_tokens += fleet.others_kv_tokens.item(row)
         fixed, per_sequence, per_kv_token = kind.decode
         return Standing(
@@ -264,14 +267,18 @@ class Scores:
         self._base_pick = max(fleet.num_picks - _TIE_PICKS, 0)
         prefill, decode = laws.prefill[:, laws.kind_of], laws.decode[:, laws.kind_of]
         queue = fleet.queue + fleet.others_queue
-        self._costs, self._counts = (prefill * queue).sum(axis=0), queue[0].copy()
-        self._total_cost, self._num_prompts = float(self._costs.sum()), float(self._counts.sum())
+        self._counts = queue[0].copy()
         if laws.is_fitted:
-            self.rest = np.maximum(self._costs - (prefill * fleet.head).sum(axis=0), 0.0)
+            left = queue - fleet.head - fleet.done
+            left[0] = left[1] // np.maximum(fleet.chunk_tokens, 1.0)
+            self.rest = np.maximum((prefill * left).sum(axis=0), 0.0)
+            self._costs = self.rest + (prefill * fleet.head).sum(axis=0)
             self.until_s = self._costs + fleet.head_since_s
         else:
-            self.rest = self._costs.copy()
+            self.rest = (prefill * queue).sum(axis=0)
+            self._costs = self.rest.copy()
             self.until_s = np.full(fleet.capacity, -np.inf)
+        self._total_cost, self._num_prompts = float(self._costs.sum()), float(self._counts.sum())
         seqs, kv_tokens = decode_load(fleet, laws)
         self.step = decode[0] + decode[1] * seqs + decode[2] * kv_tokens
         tie = _TIE * np.maximum(fleet.last_pick - self._base_pick, 0.0)

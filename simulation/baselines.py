@@ -24,8 +24,9 @@ from pdserve.errors import NoWorker, TooLong
 from pdserve.request import Role
 from router.candidates import TERMS, CandidateTable
 from router.cost import LawTable
+from router.demand import Demand
 from router.fleet import Fleet, FloatArray, IntArray
-from router.policy import Choice, Demand, Policy
+from router.policy import Choice, Policy
 from router.worker_key import WorkerKey
 
 CACHE_THRESHOLD = 0.3

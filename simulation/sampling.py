@@ -27,8 +27,25 @@ def take_busiest(workload: Workload, max_requests: int, warm_up_share: float = 0
         text = f"all {len(arrivals)} requests of {workload.name}"
         return Sample(workload=workload, num_warm_up=0, text=text)
     num_warm_up = round(max_requests * warm_up_share)
-    num_counted = max_requests - num_warm_up
-    begin = _busiest_start(workload, num_counted, num_warm_up)
+    begin = _busiest_start(workload, max_requests - num_warm_up, num_warm_up)
+    return _take(workload, begin, max_requests, num_warm_up, "the busiest ")
+
+
+def take_stretch(
+    workload: Workload, num_requests: int, number: int, warm_up_share: float = 0.25
+) -> Sample:
+    """Returns the n-th stretch of so many requests, from 0, of those that follow one another."""
+    num_warm_up = round(num_requests * warm_up_share)
+    begin = number * num_requests + num_warm_up
+    assert begin - num_warm_up + num_requests <= len(workload.arrivals), "beyond the end"
+    return _take(workload, begin, num_requests, num_warm_up, "")
+
+
+def _take(
+    workload: Workload, begin: int, num_requests: int, num_warm_up: int, which: str
+) -> Sample:
+    """Returns the requests that are counted from `begin` on, and those before them."""
+    arrivals, num_counted = workload.arrivals, num_requests - num_warm_up
     first = begin - num_warm_up
     start_s = arrivals[first].at_s
     taken = tuple(
@@ -36,7 +53,7 @@ def take_busiest(workload: Workload, max_requests: int, warm_up_share: float = 0
     )
     seconds = arrivals[begin + num_counted - 1].at_s - arrivals[begin].at_s
     text = (
-        f"the busiest {seconds:.0f} s of {workload.duration_s:.0f} s of {workload.name}: "
+        f"{which}{seconds:.0f} s of {workload.duration_s:.0f} s of {workload.name}: "
         f"{num_counted} of {len(arrivals)} requests from {arrivals[begin].at_s:.0f} s on, "
         f"behind {num_warm_up} that only fill caches"
     )

@@ -10,9 +10,10 @@ from pdserve.rpc.error_parts import error_from_parts
 from pdserve.rpc.v1 import brain_pb2
 from router.admission import AdmittedLoad
 from router.candidates import CandidateTable
-from router.load_book import DecodeCharge, Holding, Terms
+from router.load_book import DecodeCharge, Holding
 from router.placer import Placed, PlaceQuery
 from router.policy import Choice
+from router.prompt_queue import Terms
 from router.slo import TooLate
 from router.worker_key import WorkerKey
 

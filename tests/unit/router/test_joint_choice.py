@@ -9,9 +9,10 @@ from pdserve.predictor.profile import Profile
 from pdserve.request import Incarnation, RequestId, Role, WorkerId
 from pdserve.timeline import ManualClock
 from router.cost import LawTable, prefill_terms
+from router.demand import Demand
 from router.fleet import Fleet, Member, Report
 from router.load_book import DecodeCharge, LoadBook
-from router.policy import Choice, Demand, JointPolicy
+from router.policy import Choice, JointPolicy
 from router.worker_key import WorkerKey
 
 PROFILE = Profile(

@@ -7,9 +7,10 @@ from pdserve.request import Incarnation, RequestId, Role, WorkerId
 from pdserve.timeline import ManualClock
 from router.admission import Admission
 from router.cost import LawTable
+from router.demand import Demand
 from router.fleet import Fleet, Member
 from router.load_book import DecodeCharge, LoadBook
-from router.policy import Choice, Demand, JointPolicy
+from router.policy import Choice, JointPolicy
 from router.prefix_index import GRANULE_TOKENS, PrefixIndex, hash_granules
 from router.worker_key import WorkerKey
 

@@ -10,7 +10,7 @@ from simulation.generators import (
     make_hot_prefix,
     make_plain,
 )
-from simulation.sampling import take_busiest
+from simulation.sampling import take_busiest, take_stretch
 from simulation.workload import (
     Arrival,
     Piece,
@@ -88,6 +88,17 @@ def test_the_busiest_stretch_is_taken_behind_a_warm_up():
     counted = sample.workload.arrivals[10:]
     assert counted[-1].at_s - counted[0].at_s == pytest.approx(2.9)
     assert "30 of 230 requests" in sample.text
+
+
+def test_stretches_follow_one_another():
+    workload = make_workload("w", [arrival(at_s, (1, 10)) for at_s in range(100)])
+    first, second = (take_stretch(workload, 40, number) for number in (0, 1))
+    assert (first.num_warm_up, second.num_warm_up) == (10, 10)
+    assert [one.at_s for one in second.workload.arrivals] == list(range(40))
+    assert "from 10 s on" in first.text
+    assert "from 50 s on" in second.text
+    with pytest.raises(AssertionError, match="beyond the end"):
+        take_stretch(workload, 40, 2)
 
 
 def test_a_short_workload_is_taken_whole():
