@@ -108,6 +108,8 @@ class DecodeEngine:
             case "drain":
                 self._is_draining = True
                 self._landing.drain()
+            case "peer_reply":
+                pass  # to a call that this rank made in its other role
             case other:
                 raise AssertionError(f"a decode rank got {other}")
 

@@ -232,8 +232,10 @@ class HandoffDesk:
         self._settling = [handoff for handoff in self._settling if not handoff.is_settled]
 
     def peer_replied(self, call_id: int, reply: rank_pb2.PeerReply) -> None:
-        """Takes a decode worker's answer."""
-        call = self._calls.pop(call_id)
+        """Takes a decode worker's answer; one to a call before this role is nobody's any more."""
+        call = self._calls.pop(call_id, None)
+        if call is None:
+            return
         handoff = call.handoff
         match call.action:
             case SendReserve(target=target):

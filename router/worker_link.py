@@ -115,7 +115,13 @@ class WorkerLink:
         self.is_lost = True
         was_alive, self.is_alive = self.is_alive, False
         if was_alive:
-            logger.warning("worker lost", extra={"worker_id": self.key.worker_id, "why": why})
+            # One that had said it drains was told to leave, or to change its role.
+            level, words = (
+                (logging.INFO, "worker left")
+                if self.is_draining
+                else (logging.WARNING, "worker lost")
+            )
+            logger.log(level, words, extra={"worker_id": self.key.worker_id, "why": why})
         self._listener.on_link_lost(self.key, why)
 
     async def close(self) -> None:

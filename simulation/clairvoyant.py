@@ -37,14 +37,21 @@ class Stretch:
 
 
 def stretches_of(workload: Workload, shape: ClusterShape, window_s: float) -> Iterator[Stretch]:
-    """Cuts a workload into windows; all that was asked before counts as cached."""
+    """Cuts a workload into windows, as many of one length as are nearest to `window_s`.
+
+    All that was asked before counts as cached.
+    """
     arrivals = list(split_uncached(workload))
     if not arrivals:
         return
-    index, num_windows = 0, math.floor(arrivals[-1][0].at_s / window_s) + 1
+    last_s = arrivals[-1][0].at_s
+    num_windows = max(1, round(last_s / window_s))
+    window_s = last_s / num_windows or window_s
+    index = 0
     for number in range(num_windows):
         count = service_s = output = context = 0.0
-        while index < len(arrivals) and arrivals[index][0].at_s < (number + 1) * window_s:
+        end_s = math.inf if number + 1 == num_windows else (number + 1) * window_s
+        while index < len(arrivals) and arrivals[index][0].at_s < end_s:
             one, uncached = arrivals[index]
             index += 1
             count += 1

@@ -125,8 +125,8 @@ def rows_of(plan: ScaledPlan) -> list[tuple[str, ...]]:
             f"autoscaled {_bounds(settings.prefill)} : {_bounds(settings.decode)}",
             " : ".join(f"{pool.mean_size:.2f}" for pool in pools),
             " : ".join(f"{pool.most}" for pool in pools),
-            " : ".join(f"{pool.replica_hours:.2f}" for pool in pools),
-            f"{plan.scaled.gpu_hours:.2f}",
+            " : ".join(_hours(pool.replica_hours) for pool in pools),
+            _hours(plan.scaled.gpu_hours),
             f"{report.ttft_attainment:.1%}",
             f"{report.attainment:.1%}",
             _seconds(report.ttft.p99_s),
@@ -139,8 +139,8 @@ def rows_of(plan: ScaledPlan) -> list[tuple[str, ...]]:
             "clairvoyant, computed",
             " : ".join(f"{pool.optimum_hours / hours:.2f}" for pool in pools),
             "",
-            " : ".join(f"{pool.optimum_hours:.2f}" for pool in pools),
-            f"{sum(p.optimum_hours for p in pools) * max(plan.profile.num_gpus, 1):.2f}",
+            " : ".join(_hours(pool.optimum_hours) for pool in pools),
+            _hours(sum(p.optimum_hours for p in pools) * max(plan.profile.num_gpus, 1)),
             *[""] * 5,
         )
     )
@@ -153,8 +153,8 @@ def _fixed_row(fixed: FixedRun, duration_s: float) -> tuple[str, ...]:
         "fixed",
         " : ".join(str(size) for size in sizes),
         " : ".join(str(size) for size in sizes),
-        " : ".join(f"{size * duration_s / 3600:.2f}" for size in sizes),
-        f"{fixed.gpu_hours:.2f}",
+        " : ".join(_hours(size * duration_s / 3600) for size in sizes),
+        _hours(fixed.gpu_hours),
         f"{report.ttft_attainment:.1%}",
         f"{report.attainment:.1%}",
         _seconds(report.ttft.p99_s),
@@ -165,6 +165,11 @@ def _fixed_row(fixed: FixedRun, duration_s: float) -> tuple[str, ...]:
 
 def _bounds(pool: PoolRange) -> str:
     return f"{pool.most}" if pool.is_fixed else f"{pool.least}..{pool.most}"
+
+
+def _hours(value: float) -> str:
+    """Also of a trace of seconds."""
+    return f"{value:.3g}"
 
 
 def _seconds(value: float | None) -> str:

@@ -45,6 +45,8 @@ from pdserve.timeline import MonotonicClock
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_RANK_LOST, EXIT_FROZEN = 0, 1, 3
+LAST_WORDS_S = 1.0
+"""For what fronts have not been told yet."""
 
 T = TypeVar("T")
 
@@ -361,6 +363,7 @@ class Face:
             self._on_close()
         self._flips = False
         self._info.state = "stopped"
+        await self._streams.end(LAST_WORDS_S)
         if self._renewal is not None and self._membership is not None:
             # A renewal under way could overtake the farewell and bring the record back.
             self._renewal.cancel()

@@ -1,6 +1,7 @@
 """One outbound stream per router front: what the token log has for it, and load figures."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from pdserve.face.past_samples import PastSamples
@@ -31,6 +32,9 @@ class FrontStreams:
         self._past_samples = PastSamples()
         self._wakers: dict[FrontId, asyncio.Event] = {}
         self._gone_since_s: dict[FrontId, float] = {}
+        self._is_ending = False
+        self._has_ended = asyncio.Event()
+        """While it is ending: no stream is left."""
 
     def publish(self, front_id: FrontId, update: worker_pb2.SequenceUpdate) -> None:
         """Logs an update and wakes the front's stream."""
@@ -65,6 +69,8 @@ class FrontStreams:
             yield batch
             while self._wakers.get(front_id) is waker:
                 if not self._log.has_news(front_id):
+                    if self._is_ending:
+                        return
                     try:
                         async with asyncio.timeout(LOAD_INTERVAL_S):
                             await waker.wait()
@@ -79,6 +85,23 @@ class FrontStreams:
             if self._wakers.get(front_id) is waker:
                 del self._wakers[front_id]
                 self._gone_since_s[front_id] = self._clock.now()
+                if self._is_ending and not self._wakers:
+                    self._has_ended.set()
+
+    async def end(self, timeout_s: float) -> None:
+        """Lets each stream say what is left and end in good order; waits for that.
+
+        A front that hears a stream break in the midst of its last words counts its requests there
+        as lost. One that does not read is left to itself after `timeout_s`.
+        """
+        self._is_ending = True
+        if not self._wakers:
+            return
+        for waker in self._wakers.values():
+            waker.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_ended.wait()
 
     def _batch(self, front_id: FrontId, last_report: int | None) -> worker_pb2.StreamBatch:
         """Makes a message; a report that this stream has had is not repeated with every token."""

@@ -292,3 +292,12 @@ def test_TOK_a_sequence_that_starts_on_told_tokens_goes_on_when_its_commit_is_la
     pair.settle()
     assert router.outputs[request.request_id] == reference[request.request_id]
     pair.assert_ledger()
+
+
+def test_an_answer_to_a_call_of_the_other_role_is_nobody_s(pair: EnginePair) -> None:
+    """A rank changes its pool while a peer still owes it an answer."""
+    stale = rank_pb2.ToRank(call_id=7, peer_reply=rank_pb2.PeerReply())
+    pair.decode.handle(stale)
+    pair.prefill.handle(stale)
+    requests = make_requests()[:3]
+    assert pair.run(requests) == run_alone(Path(pair.config.model), requests)

@@ -111,3 +111,28 @@ def test_only_the_last_samples_of_each_kind_are_kept() -> None:
     assert len(found) == MAX_SAMPLES_A_KIND + 1
     assert (found[0].seconds, found[-2].seconds) == (1000 - MAX_SAMPLES_A_KIND, 999.0)
     assert found[-1].WhichOneof("kind") == "prefill"
+
+
+async def test_streams_that_end_say_first_what_is_left() -> None:
+    streams = make_streams(ManualClock())
+    heard: list[int] = []
+
+    async def listen() -> None:
+        async for batch in streams.serve(worker_pb2.StreamRequest(front_id=FRONT)):
+            heard.extend(token for update in batch.updates for token in update.token_ids)
+
+    listening = asyncio.create_task(listen())
+    await let_others_run(1)
+    streams.publish(FRONT, make_update(0, 5))
+    await asyncio.gather(streams.end(5.0), listening)
+    assert heard == [5]
+    assert [batch async for batch in streams.serve(worker_pb2.StreamRequest(front_id="late"))]
+
+
+async def test_a_front_that_does_not_read_holds_the_end_up_for_a_bounded_time_only() -> None:
+    streams = make_streams(ManualClock())
+    await streams.end(5.0)
+    frozen = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
+    await anext(frozen)
+    await streams.end(0.01)
+    assert [batch async for batch in frozen] == []

@@ -58,7 +58,7 @@ def test_a_workload_is_cut_into_windows_and_what_was_asked_before_is_cached():
         "w",
         [
             Arrival(at_s=at_s, pieces=(Piece(1, 1000),), num_output_tokens=10)
-            for at_s in (1.0, 61.0, 62.0, 200.0)
+            for at_s in (1.0, 61.0, 62.0, 240.0)
         ],
     )
     found = list(stretches_of(workload, SHAPE, 60.0))
@@ -66,6 +66,19 @@ def test_a_workload_is_cut_into_windows_and_what_was_asked_before_is_cached():
     assert found[0].service_s == pytest.approx(PROFILE.prefill_s(1000, 0))
     assert found[1].service_s == pytest.approx(PROFILE.prefill_s(1, 999))
     assert found[2].service_s == 0.0
+
+
+def test_the_optimum_of_a_short_trace_lasts_no_longer_than_the_trace():
+    workload = make_workload(
+        "w",
+        [
+            Arrival(at_s=at_s, pieces=(Piece(1, 1000),), num_output_tokens=10)
+            for at_s in (1.0, 9.0, 18.0)
+        ],
+    )
+    (found,) = stretches_of(workload, SHAPE, 60.0)
+    assert found.seconds == 18.0
+    assert found.requests_per_s == pytest.approx(3 / 18)
 
 
 def test_shapes_of_load_are_what_their_names_say():
