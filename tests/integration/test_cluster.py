@@ -106,7 +106,7 @@ def test_generate_tells_what_the_server_refuses(cluster: ClusterHarness) -> None
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("pdserve: ")
-    assert "max_tokens must be at least 1" in done.stderr
+    assert "--max-tokens must be at least 1" in done.stderr
 
 
 def test_status_lists_every_worker_with_its_pids(cluster: ClusterHarness) -> None:
