@@ -59,7 +59,8 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:
     lines: list[str] = []
-    with running_cluster(tiny_llama_folder, prefill_faults=SLOW) as harness:
+    # Samples of steps come with heartbeats, of which the controller reads one a second.
+    with running_cluster(tiny_llama_folder, prefill_faults=SLOW, heartbeat_s=0.5) as harness:
         cluster = harness.cluster
         with autoscale_launched(
             cluster, harness.config, SETTINGS, report=lines.append, control_folder=None
