@@ -85,7 +85,9 @@ async def test_all_ranks_change_their_pool_and_back_under_traffic_and_no_token_c
     assert not [line for line in harness.lines if "killing it" in line]
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    "victim", [0, pytest.param(1, marks=pytest.mark.soak)], ids=["rank 0", "rank 1"]
+)
 async def test_rank_killed_between_two_roles_brings_the_replica_back_in_the_ordered_one(
     victim: int,
     tiny_llama_folder: Path,  # noqa: F811
@@ -111,6 +113,7 @@ async def test_rank_killed_between_two_roles_brings_the_replica_back_in_the_orde
             await canary.assert_alive(client, num_expected_restarts=1)
 
 
+@pytest.mark.soak
 async def test_rank_that_freezes_between_two_roles_is_killed_and_its_replica_started_anew(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:
@@ -130,6 +133,7 @@ async def test_rank_that_freezes_between_two_roles_is_killed_and_its_replica_sta
             await assert_ledger(client, 3)
 
 
+@pytest.mark.soak
 async def test_streams_go_on_when_a_rank_is_killed_while_its_replica_drains_to_flip(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:

@@ -205,6 +205,25 @@ def test_pools_that_may_be_empty_go_when_idle_and_return_with_the_first_request(
     assert kinds(back) == [("grow", Role.PREFILL, 1), ("grow", Role.DECODE, 1)]
 
 
+def test_a_first_request_that_waits_too_long_already_brings_both_pools_back() -> None:
+    settings = replace(
+        SETTINGS, prefill=PoolRange(least=0, most=2), decode=PoolRange(least=0, most=2)
+    )
+    clocked = Clocked(settings)
+    clocked.see(*PAIR, traffic=CALM, seconds=301)
+    late = Traffic(
+        num_arrived=1,
+        prompt_tokens=10,
+        output_tokens=0,
+        num_waiting=1,
+        waiting_tokens=10,
+        num_in_flight=1,
+        oldest_s=2 * SETTINGS.ttft_s,
+    )
+    back = clocked.see(traffic=late, seconds=1)
+    assert kinds(back) == [("grow", Role.PREFILL, 1), ("grow", Role.DECODE, 1)]
+
+
 def test_C15_starting_replicas_leave_before_any_that_serves() -> None:
     clocked = Clocked(replace(SETTINGS, prefill=PoolRange(least=1, most=8)))
     workers = (*PAIR, worker("prefill-1"), worker("prefill-2", is_serving=False))
