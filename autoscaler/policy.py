@@ -205,14 +205,14 @@ class ScalingPolicy:
         return need.replicas, need.why
 
     def _reason_to_wait(self, role: Role, why: str) -> str:
-        """Says why a pool must not grow now; nothing if it may."""
-        is_full = self._demand.is_decode_full
+        """Says why a pool must not grow; nothing if it may."""
         if role is Role.PREFILL:
-            return "held back: decode is full" if is_full and why != "arrivals" else ""
+            is_held = self._demand.is_decode_full and why != "arrivals"
+            return "held back: decode is full" if is_held else ""
         # Whoever starves waits for a first decode replica, too.
         is_first = self._has_one_pool or not self._pools[role].numbers.num_active
-        starves = self._demand.is_starving and not is_full and not is_first
-        return "held back: prefill starves" if starves else ""
+        is_held = self._demand.is_starving and not self._demand.is_decode_full and not is_first
+        return "held back: prefill starves" if is_held else ""
 
     @property
     def _has_one_pool(self) -> bool:
