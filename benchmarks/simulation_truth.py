@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.byte_tokenizer import make_tokenizer
 from benchmarks.report import RESULTS, machine, versions
+from benchmarks.shapes import TINY
 from launcher.local_pool import LocalCluster
 from launcher.model_source import resolve_model
 from pdserve.config.cluster import ClusterConfig
@@ -41,21 +42,10 @@ from simulation.shape import ClusterRun, ClusterShape
 from simulation.workload import Workload
 
 VOCAB_SIZE = 2048
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+MODEL = TINY | {
     "vocab_size": VOCAB_SIZE,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
-    "hidden_act": "silu",
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
@@ -271,7 +261,7 @@ def main() -> int:
         folder = Path(name)
         is_tiny = options.model is None
         if is_tiny:
-            (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+            (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
             make_tokenizer(VOCAB_SIZE).save(str(folder / "tokenizer.json"))
         else:
             folder = resolve_model(options.model)

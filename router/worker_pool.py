@@ -226,8 +226,9 @@ class WorkerPool:
         """Hands a message on."""
         assert self._listener is not None
         self._fleet.hear(worker, self._clock.now())
-        link = self._links.get(worker)
+        link = self._links.get(worker) if batch.past_samples else None
         if link is not None:
+            # Once a stream; most messages bring a token, and nothing else.
             self._learn(link.record, batch.past_samples)
         if batch.HasField("load"):
             self._take_load(worker, batch.load)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from autoscaler.figures import Reading
 from autoscaler.settings import PoolRange, ScalingSettings
+from benchmarks.autoscaler import LENGTHS, PROFILE, SETTINGS, SLO
 from pdserve.predictor.profile import Profile
 from pdserve.request import Role
 from router.worker_key import WorkerKey
@@ -13,31 +14,9 @@ from simulation.cluster import Cluster
 from simulation.generators import Lengths, make_shaped
 from simulation.load_shapes import Rate
 from simulation.replicas import Replica
-from simulation.report import Slo
 from simulation.scaling_report import ScalingReport, make_scaling_report
 from simulation.shape import ClusterRun, ClusterShape, Scaling
 from simulation.workload import Workload
-
-SLO = Slo(ttft_s=2.0, tpot_s=0.05)
-LENGTHS = Lengths(mean_prompt_tokens=1000, mean_output_tokens=100, spread=0.5)
-"""A mean prompt takes 0.42 s; 25 sequences make a step of 50 ms."""
-PROFILE = Profile(
-    worker_class="model",
-    prefill=(0.02, 0.0004, 0.0),
-    decode=(0.02, 0.0012, 0.0),
-    transfer=(0.001, 1e-10),
-    kv_bytes_per_token=1000,
-    kv_tokens=102_400,
-    max_num_seqs=32,
-    max_num_batched_tokens=1024,
-    block_size=128,
-)
-SETTINGS = ScalingSettings(
-    prefill=PoolRange(least=1, most=20),
-    decode=PoolRange(least=1, most=20),
-    ttft_s=SLO.ttft_s,
-    tpot_s=SLO.tpot_s,
-)
 
 
 class ScaledLoad:

@@ -2,9 +2,10 @@
 
 import pytest
 
+from benchmarks.autoscaler import SETTINGS
 from pdserve.request import Role
 from simulation.load_shapes import Rate, bursts, diurnal, idle, ramp, step
-from tests.support.scaled_load import SETTINGS, ScaledLoad
+from tests.support.scaled_load import ScaledLoad
 
 BURSTS = bursts(2.0, 10.0, every_s=450.0, length_s=100.0)
 

@@ -6,6 +6,7 @@ import pytest
 
 from autoscaler.figures import Decision
 from autoscaler.settings import PoolRange
+from benchmarks.autoscaler import PROFILE, SETTINGS
 from pdserve.request import Role
 from simulation.clairvoyant import Stretch, optimum_replica_s, optimum_sizes, stretches_of
 from simulation.load_shapes import bursts, diurnal, idle, ramp, step, sway
@@ -13,7 +14,7 @@ from simulation.record import Outcome
 from simulation.scaling_report import most_reversals
 from simulation.shape import ClusterShape
 from simulation.workload import Arrival, Piece, make_workload
-from tests.support.scaled_load import PROFILE, SETTINGS, ScaledLoad, fixed
+from tests.support.scaled_load import ScaledLoad, fixed
 
 SHAPE = ClusterShape(prefill=PROFILE, decode=PROFILE, num_prefill=1, num_decode=1)
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.autoscaler import PROFILE, SETTINGS
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 from simulation.generators import Lengths
@@ -12,7 +13,7 @@ from simulation.record import Outcome
 from simulation.replicas import ReplicaStage
 from simulation.shape import ClusterShape, Scaling
 from simulation.spans import Span, replica_s, size_at
-from tests.support.scaled_load import PROFILE, SETTINGS, ScaledLoad, fixed
+from tests.support.scaled_load import ScaledLoad, fixed
 
 LONG = Lengths(mean_prompt_tokens=600, mean_output_tokens=900, spread=0.2)
 

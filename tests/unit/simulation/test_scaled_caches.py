@@ -2,11 +2,12 @@
 
 import pytest
 
+from benchmarks.autoscaler import SETTINGS
 from pdserve.request import Role
 from simulation.piece_chain import PieceChain
 from simulation.record import Outcome
 from simulation.workload import Arrival, Piece, make_workload
-from tests.support.scaled_load import SETTINGS, ScaledLoad, fixed
+from tests.support.scaled_load import ScaledLoad, fixed
 
 PREFIX = Piece(7, 4096)
 

@@ -6,13 +6,14 @@ import pytest
 
 from autoscaler.figures import Reading
 from autoscaler.settings import PoolRange
+from benchmarks.autoscaler import LENGTHS, PROFILE, SETTINGS
 from pdserve.request import Role
 from simulation.clairvoyant import optimum_sizes, stretches_at
 from simulation.generators import make_shaped
 from simulation.load_shapes import bursts, idle, step, sway
 from simulation.record import Outcome
 from simulation.workload import Arrival, Piece, make_workload
-from tests.support.scaled_load import LENGTHS, PROFILE, SETTINGS, ScaledLoad
+from tests.support.scaled_load import ScaledLoad
 
 
 @pytest.mark.parametrize("has_samples", [True, False], ids=["predictor", "measured"])
