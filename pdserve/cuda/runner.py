@@ -182,6 +182,8 @@ class CudaRunner:
             ValueError: a slice is empty, or names tokens or blocks out of range.
         """
         self._assembler.check(plan, self._awaited.indices)
+        # Before others know of the step: the last stage may answer while this one launches.
+        expected = self._expect_result()
         if self.announce is not None:
             self.announce(plan)
         step = self._assembler.assemble(plan, self._awaited.indices)
@@ -203,10 +205,12 @@ class CudaRunner:
         self.counters.steps += 1
         self.counters.graph_steps += step.is_captured
         self.counters.host_tokens += len(chosen.host_slots)
-        watches, expected = self._watch_ranks(), None
-        if self.results is not None and self._stages is not None and self._stages.is_leader:
-            expected = self.results.expect()
-        return CudaStep(chosen, scores, self._device.record(), watches, expected)
+        return CudaStep(chosen, scores, self._device.record(), self._watch_ranks(), expected)
+
+    def _expect_result(self) -> ExpectedResult | None:
+        if self.results is None or self._stages is None or not self._stages.is_leader:
+            return None
+        return self.results.expect()
 
     def _leave_stage(self, stages: Stages, step: AssembledStep, chosen: ChosenTokens) -> None:
         """Hands on what this stage made of a step."""

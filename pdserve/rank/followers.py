@@ -133,5 +133,8 @@ def _read(channel: BlockingChannel, inbox: Inbox, results: ResultReceiver) -> No
             else:
                 inbox.post(message)
     except ChannelClosed:
+        pass
+    finally:
+        # However this thread ends: nobody may wait for what it will not read.
         inbox.post(ChannelLost())
         results.close()

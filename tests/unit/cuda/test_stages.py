@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.engine import EngineConfig
+from pdserve.engine.batch import PendingStep, StepPlan
 from pdserve.models.registry import load_model
+from pdserve.rank.step_results import ExpectedStep, ResultReceiver
 from pdserve.request import SamplingParams
 from tests.support import generation
 from tests.support.device_ranks import device_ranks
@@ -15,6 +17,21 @@ from tests.support.tiny_models import make_tiny
 
 PROMPT = tuple(range(40, 61))
 BLOCKS = (3, 1)
+
+
+class CountedResults:
+    """Counts the steps whose results are expected."""
+
+    def __init__(self, receiver: ResultReceiver) -> None:
+        self._receiver = receiver
+        self.num_expected = 0
+
+    def expect(self) -> ExpectedStep:
+        self.num_expected += 1
+        return self._receiver.expect()
+
+    def put(self, step: PendingStep) -> None:
+        self._receiver.put(step)
 
 
 def settings(folder: Path, stages: int) -> EngineConfig:
@@ -61,9 +78,19 @@ def test_stages_joined_by_wires_give_the_cpus_tokens(
     theirs = generation.make_runner(load_model(tiny_llama_folder, whole), whole, 8)
     request = generation.make_request(PROMPT)
     expected = generation.generate(theirs, request, 2, BLOCKS)
-    with device_ranks(engine, tmp_path / "meeting", 8, "cpu+far") as (runner, _):
+    with device_ranks(engine, tmp_path / "meeting", 8, "cpu+far") as (runner, children):
+        results = CountedResults(children.followers.results)
+        expected_when_told: list[int] = []
+
+        def announce(plan: StepPlan) -> None:
+            expected_when_told.append(results.num_expected)
+            children.followers.announce(plan)
+
+        runner.results, runner.announce = results, announce
         made = generation.generate(runner, request, 2, BLOCKS)
     assert made == expected
+    # The last stage may answer as soon as it was told, before this one is through with the launch.
+    assert expected_when_told == [1, 2]
 
 
 def test_stages_of_two_ranks_each_give_the_cpus_tokens(tmp_path: Path) -> None:
