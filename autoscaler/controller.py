@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from autoscaler.figures import Decision, Numbers, Reading
+from autoscaler.figures import Decision, Numbers, Reading, WorkerFigures
 from autoscaler.policy import POOLS, ScalingPolicy
 from autoscaler.sample_feed import SampleFeed
 from autoscaler.settings import PoolRange, ScalingSettings
@@ -96,6 +96,7 @@ class Controller:
         self._num_flips = 0
         """By somebody's order."""
         self._has_figures = False
+        self._workers: tuple[WorkerFigures, ...] = ()
 
     @property
     def settings(self) -> ScalingSettings:
@@ -107,6 +108,20 @@ class Controller:
         """What is known of each pool; of none while no router has answered."""
         with self._lock:
             return self._policy.numbers if self._has_figures else {}
+
+    def find_worker(self, worker_id: str) -> WorkerFigures | None:
+        """Returns a replica as of the last look; None before the first one.
+
+        Raises:
+            KeyError: there is no such replica.
+        """
+        workers = self._workers
+        if not workers:
+            return None
+        found = next((one for one in workers if one.worker_id == worker_id), None)
+        if found is None:
+            raise KeyError(worker_id)
+        return found
 
     def history(self) -> tuple[tuple[float, Decision], ...]:
         """Returns the last decisions, oldest first, each with its age in seconds."""
@@ -190,6 +205,7 @@ class Controller:
             if num_flips != self._num_flips:
                 # Somebody has moved a replica meanwhile: these figures show it where it was.
                 return ()
+            self._workers = reading.workers
             self._feed.take(reading.workers)
             decisions = self._policy.decide(self._clock.now(), reading)
             self._has_figures |= reading.traffic is not None

@@ -17,6 +17,8 @@ class WorkerFigures:
     is_serving: bool
     """It takes work; False while it starts, and while nothing is heard of it."""
     is_draining: bool = False
+    is_heard: bool = False
+    """The router has heard from it, in its present role and life, that it is ready."""
     worker_class: str = ""
     """As it registered; empty while it has not."""
     queued_tokens: int = 0

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,19 +24,23 @@ def spread(first_pid: int, second_pid: int) -> Iterator[None]:
     Left alone, some kernels wake all three on one core while the other idles.
     """
     cores = sorted(os.sched_getaffinity(0))
-    _pin(first_pid, cores[0])
-    _pin(second_pid, cores[-1])
-    _pin(os.getpid(), cores[-1])
+    _pin(first_pid, cores[:1])
+    _pin(second_pid, cores[-1:])
+    _pin(os.getpid(), cores[-1:])
     try:
         yield
     finally:
-        for task in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(task.name), cores)
+        _pin(os.getpid(), cores)
 
 
-def _pin(pid: int, core: int) -> None:
+def _pin(pid: int, cores: Collection[int]) -> None:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), {core})
+        try:
+            os.sched_setaffinity(int(task.name), cores)
+        except ProcessLookupError:
+            # A thread that has ended since it was listed; of the process itself it is told.
+            if int(task.name) == pid:
+                raise
 
 
 def memory_bytes(pid: int) -> dict[str, int]:

@@ -187,6 +187,22 @@ class ControlService(control_pb2_grpc.ControlServicer):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return control_pb2.FlipWorkerResponse()
 
+    def GetWorker(  # noqa: N802 - the name of the RPC
+        self, request: control_pb2.GetWorkerRequest, context: Context
+    ) -> control_pb2.GetWorkerResponse:
+        """Tells which role a replica has, and whether it serves in it."""
+        self._check(context)
+        name = request.worker_id
+        try:
+            found = self._controller.find_worker(name)
+        except KeyError:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"there is no replica named {name[:64]!r}")
+        if found is None:
+            return control_pb2.GetWorkerResponse()
+        return control_pb2.GetWorkerResponse(
+            role=found.role, is_serving=found.is_serving and found.is_heard
+        )
+
     def GetScaling(  # noqa: N802 - the name of the RPC
         self, request: control_pb2.GetScalingRequest, context: Context
     ) -> control_pb2.GetScalingResponse:

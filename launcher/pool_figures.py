@@ -138,6 +138,7 @@ def to_figures(member: Member, info: inference_pb2.WorkerInfo) -> WorkerFigures:
         return figures
     return replace(
         figures,
+        is_heard=info.state == "ready" and info.incarnation == record.incarnation,
         block_size=record.block_size,
         max_num_seqs=record.max_num_seqs,
         chunk_tokens=record.max_num_batched_tokens,

@@ -92,6 +92,7 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         port=site.port,
         http_port=site.http_port,
         no_http=config.no_http,
+        strict_fields=config.strict_fields,
         metrics_port=site.metrics_port,
         fronts=config.fronts,
         cluster=site.name,

@@ -38,7 +38,7 @@ class ClientCall:
     tenant: str = ""
     slo: Slo = NO_SLO
     http_request_id: str | None = None
-    """The client's X-Request-Id, for the log."""
+    """X-Request-Id of the HTTP call: for the log, and to find the request's explanation by."""
     samples: "list[ActiveRequest]" = field(default_factory=list)
     together: "list[ActiveRequest]" = field(default_factory=list)
     """Samples that have neither ended nor parted."""
@@ -68,6 +68,7 @@ class ClientCall:
             ttft_s=times.ttft_s,
             critical_path=find_critical_path(times, self.placements),
             tpot_s=times.tpot_s,
+            http_request_id=self.http_request_id,
         )
 
     @property

@@ -26,7 +26,7 @@ from router.attempt import Phase
 from router.client_buffer import make_buffer
 from router.emitter import Emitter
 from router.endings import Endings
-from router.explain import Explanation
+from router.explain import RUNNING, Explanation, choose_latest
 from router.in_flight import InFlight
 from router.metrics import RouterMetrics
 from router.output import Output
@@ -174,13 +174,27 @@ class Dispatcher:
     def explain(self, request_id: RequestId, tenant: str = "") -> Explanation:
         """Tells why a tenant's request went where it went.
 
+        Args:
+            request_id: its own, or else the X-Request-Id of the HTTP call that it came by; of
+                several, the latest is explained.
+            tenant: whose it must be.
+
         Raises:
             RequestNotFound: the tenant has none of this id in flight, or among the last ended.
         """
-        call = self._in_flight.calls.get(request_id)
+        running, ended = self._in_flight.calls, self._endings.explained
+        call = running.get(request_id)
         if call is not None and call.tenant == tenant:
-            return call.explain("running")
-        return self._endings.explained.find(request_id, tenant)
+            return call.explain(RUNNING)
+        found = ended.find(request_id, tenant)
+        if found is not None:
+            return found
+        alike = [
+            one.explain(RUNNING)
+            for one in running.values()
+            if one.http_request_id == request_id and one.tenant == tenant
+        ]
+        return choose_latest([*ended.of_http_call(request_id, tenant), *alike])
 
     def end_all(self, error: PdserveError) -> None:
         """Ends what is in flight, at shutdown."""

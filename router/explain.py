@@ -11,17 +11,20 @@ clock, and `delivery` is what is left of it: both ways over the wire, and both p
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.errors import RequestNotFound
 from pdserve.request import RequestId
 from router.policy import Choice
 from router.timing import RequestTimes
 
+RUNNING = "running"
 MAX_PLACEMENTS = 8
 """Of one request; earlier ones are forgotten."""
 MAX_EXPLAINED = 4096
 """Requests that have ended and are remembered."""
+MAX_NAMESAKES = 32
+"""Told of, beside the one that is explained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +53,16 @@ class Explanation:
     tenant: str
     num_prompt_tokens: int
     state: str
-    """`running`, or how it ended."""
+    """`RUNNING`, or how it ended."""
     placements: tuple[PlacedAttempt, ...]
     ttft_s: float | None
     critical_path: tuple[PathPart, ...]
     """Empty before the first token."""
     tpot_s: float | None
+    http_request_id: str | None = None
+    """X-Request-Id of the HTTP call that it came by."""
+    namesakes: tuple[RequestId, ...] = ()
+    """If it was found by that: the last others that have the same."""
 
     @property
     def expected_ttft_s(self) -> float | None:
@@ -93,16 +100,33 @@ class ExplainLog:
         if len(self._ended) > self._max_requests:
             self._ended.popitem(last=False)
 
-    def find(self, request_id: RequestId, tenant: str) -> Explanation:
-        """Returns what is known of a tenant's request.
-
-        Raises:
-            RequestNotFound: it is not known, or another tenant's.
-        """
+    def find(self, request_id: RequestId, tenant: str) -> Explanation | None:
+        """Returns what is known of a tenant's request; None if it is not, or another tenant's."""
         found = self._ended.get(request_id)
-        if found is None or found.tenant != tenant:
-            raise RequestNotFound("no request of this id is remembered")
-        return found
+        return found if found is not None and found.tenant == tenant else None
+
+    def of_http_call(self, http_request_id: str, tenant: str) -> list[Explanation]:
+        """Returns a tenant's requests that came by HTTP calls of this name, in order of their end.
+
+        Clients may name any number of calls alike, and a call may bring several requests.
+        """
+        return [
+            one
+            for one in self._ended.values()
+            if one.http_request_id == http_request_id and one.tenant == tenant
+        ]
+
+
+def choose_latest(alike: Sequence[Explanation]) -> Explanation:
+    """Returns the last of the requests of one X-Request-Id, and who else there is.
+
+    Raises:
+        RequestNotFound: there is none.
+    """
+    if not alike:
+        raise RequestNotFound("no request of this id, or of this X-Request-Id, is remembered")
+    *others, latest = alike
+    return replace(latest, namesakes=tuple(one.request_id for one in others[-MAX_NAMESAKES:]))
 
 
 def find_critical_path(

@@ -20,6 +20,8 @@ def explanation_to_wire(explanation: Explanation) -> inference_pb2.ExplainRespon
             for part in explanation.critical_path
         ],
         placements=[_placement_to_wire(placed) for placed in explanation.placements],
+        http_request_id=explanation.http_request_id,
+        namesakes=explanation.namesakes,
     )
     expected_s = explanation.expected_ttft_s
     if expected_s is not None:

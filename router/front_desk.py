@@ -5,22 +5,33 @@ front does not know it asks the others, through their brain; a single front asks
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pdserve.errors import NoBrain, RequestNotFound
 from pdserve.exposition import Exposes, join_expositions
 from pdserve.request import RequestId
 from pdserve.rpc.v1 import brain_pb2, inference_pb2
+from pdserve.timeline import Clock
 from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.explain_wire import explanation_to_wire
+from router.run_settings import BRAIN
 
 Info = inference_pb2.GetServerInfoResponse
+RouterProcess = inference_pb2.RouterProcess
 
 
 class Others(Protocol):
     """The way to all other fronts."""
+
+    is_up: bool
+    """Whether the brain answers, as far as is known."""
+
+    @property
+    def unheard_s(self) -> float | None:
+        """Seconds since the brain said anything; None: it never has."""
+        ...
 
     async def ask(self, question: brain_pb2.FrontQuestion) -> brain_pb2.FrontReplies:
         """Asks them all.
@@ -39,13 +50,18 @@ class FrontDesk:
         dispatcher: Dispatcher,
         own_info: Callable[[], Info],
         exposition: Exposes,
+        clock: Clock,
         others: Others | None = None,
     ) -> None:
         """Takes what this front knows; without others it is the only one."""
         self._dispatcher = dispatcher
         self._own_info = own_info
         self._exposition = exposition
+        self._clock = clock
         self._others = others
+        self._told: tuple[RouterProcess, ...] = ()
+        """All processes of the router, as they were last told."""
+        self._told_at_s = clock.now()
 
     @property
     def admission(self) -> Admission:
@@ -85,8 +101,11 @@ class FrontDesk:
         found = await self._others.ask(question)
         return any(reply.was_aborted for reply in found.replies)
 
-    async def info(self) -> Info:
+    async def info(self, *, accepts_partial: bool = False) -> Info:
         """Returns figures of all fronts together.
+
+        Args:
+            accepts_partial: of this one alone will do while the others cannot be asked.
 
         Raises:
             NoBrain: the others cannot be asked.
@@ -94,8 +113,21 @@ class FrontDesk:
         own = self._own_info()
         if self._others is None:
             return own
-        found = await self._others.ask(brain_pb2.FrontQuestion(info=True))
-        return join_infos(own, [reply.info for reply in found.replies if reply.HasField("info")])
+        try:
+            found = await self._others.ask(brain_pb2.FrontQuestion(info=True))
+        except NoBrain:
+            if not accepts_partial:
+                raise
+            brain = RouterProcess(
+                name=BRAIN,
+                state="silent" if self._others.is_up else "away",
+                unheard_s=self._others.unheard_s,
+            )
+            return tell_alone(own, brain, self._told, self._clock.now() - self._told_at_s)
+        infos = [reply.info for reply in found.replies if reply.HasField("info")]
+        joined = join_infos(own, infos)
+        self._told, self._told_at_s = tuple(joined.processes), self._clock.now()
+        return joined
 
     async def expose(self) -> bytes:
         """Returns the series of all fronts and of their brain; this one's alone without a brain."""
@@ -154,7 +186,36 @@ def join_infos(own: Info, others: Sequence[Info]) -> Info:
         joined.oldest_wait_s = max(joined.oldest_wait_s, one.oldest_wait_s)
         for process in one.processes:
             processes.setdefault(process.name, process)
-    brain_last = sorted(processes.values(), key=lambda one: (one.name == "brain", one.name))
-    del joined.processes[:]
-    joined.processes.extend(brain_last)
+    _set_processes(joined, processes.values())
     return joined
+
+
+def tell_alone(
+    own: Info, brain: RouterProcess, told: Iterable[RouterProcess], told_age_s: float
+) -> Info:
+    """Returns figures of one front, with what is known of the processes that cannot be asked.
+
+    Args:
+        own: of the front.
+        brain: how it is.
+        told: all processes as they were last told; empty if they never were.
+        told_age_s: how long ago.
+    """
+    alone = Info()
+    alone.CopyFrom(own)
+    alone.is_partial = True
+    known = [*own.processes, brain]
+    names = {process.name for process in known}
+    others = [
+        RouterProcess(name=one.name, pid=one.pid, state="unknown", unheard_s=told_age_s)
+        for one in told
+        if one.name not in names
+    ]
+    _set_processes(alone, [*known, *others])
+    return alone
+
+
+def _set_processes(info: Info, processes: Iterable[RouterProcess]) -> None:
+    brain_last = sorted(processes, key=lambda one: (one.name == BRAIN, one.name))
+    del info.processes[:]
+    info.processes.extend(brain_last)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What a client says of its call beside the request; for logs alone."""
+    """What a client says of its call beside the request: for logs, and to ask for it later."""
 
     trace_id: TraceId | None = None
     http_request_id: str | None = None

@@ -178,6 +178,7 @@ class RouterFront:
             self.dispatcher,
             lambda: describe_front(identity, self.dispatcher, self.pool, self._state, clock.now()),
             TextExposition(series),
+            clock,
             self.brain.others,
         )
         self.brain.attend(self.desk)
@@ -234,6 +235,7 @@ class RouterFront:
             engine=str(self._config.front_number),
             can_serve=lambda: self._is_serving,
             max_body_bytes=self._config.max_request_bytes,
+            is_strict=self._config.strict_fields,
         )
         return HttpFront(parts).make_app()
 

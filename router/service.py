@@ -27,6 +27,8 @@ from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
+FLIPPING = "flipping"
+"""State of a worker on its way to the other pool; it says so itself as long as it can."""
 STATUS_TIMEOUT_S = 1.0
 """How long GetLoads waits for each worker's own figures."""
 EXPLAIN_KEY = "pdserve-explain"
@@ -188,7 +190,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GetServerInfoResponse:
         """Describes all fronts of this port and the pools that they can use now."""
         try:
-            return await self._desk.info()
+            return await self._desk.info(accepts_partial=request.accepts_partial)
         except PdserveError as error:
             await abort_with(context, error)
             raise
@@ -202,14 +204,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GetLoadsResponse:
         """Asks every worker for its figures; one that does not answer is described from memory.
 
-        One that died a while ago and may be restarting is there without figures.
+        One that is on its way to the other pool, or died a while ago and may be restarting, is
+        there without figures.
         """
         infos = await asyncio.gather(*(_worker_info(link) for link in self._pool.links()))
         shown = {info.worker_id for info in infos}
         gone = [
-            inference_pb2.WorkerInfo(worker_id=record.worker_id, role=record.role, state="gone")
-            for record in self._pool.departed()
-            if record.worker_id not in shown
+            inference_pb2.WorkerInfo(
+                worker_id=one.record.worker_id,
+                role=one.record.role,
+                state=FLIPPING if one.is_flipping else "gone",
+            )
+            for one in self._pool.departed()
+            if one.record.worker_id not in shown
         ]
         return inference_pb2.GetLoadsResponse(workers=[*infos, *gone])
 
@@ -267,7 +274,7 @@ async def _worker_info(link: WorkerLink) -> inference_pb2.WorkerInfo:
         info = await link.get_status(STATUS_TIMEOUT_S)
     except PdserveError as error:
         record = link.record
-        state = "lost" if link.is_lost else "silent"
+        state = FLIPPING if link.is_flipping else "lost" if link.is_lost else "silent"
         logger.info("no status", extra={"worker_id": record.worker_id, "reason": error.reason})
         info = inference_pb2.WorkerInfo(
             worker_id=record.worker_id,

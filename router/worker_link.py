@@ -85,6 +85,8 @@ class WorkerLink:
         self._listener = listener
         self._clock = clock
         self._says_draining = False
+        self.is_flipping = False
+        """It said that it leaves to come back in the other pool."""
         self._channel = open_channel(record.address, max_message_bytes=max_message_bytes)
         self._stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self._channel)
         self._last_heard_s = clock.now()
@@ -224,6 +226,7 @@ class WorkerLink:
         is_changed = not self.is_alive or batch.is_draining != self._says_draining
         self.is_alive = True
         self._says_draining = batch.is_draining
+        self.is_flipping = batch.is_flipping
         if batch.HasField("load"):
             self.load = batch.load
         if is_changed:

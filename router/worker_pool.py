@@ -7,7 +7,7 @@ that is still listed but silent is gone, and is tried again after a pause.
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdserve.errors import WorkerLost
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _RETRY_LOST_S = 1.0
 DEPARTED_S = 120.0
 """A worker that went without a drain is remembered for so long: it may be restarting."""
+FLIPPING_S = 60.0
+"""One that went to come back in the other pool counts as on its way for so long."""
 MAX_DEPARTED = 64
 
 
@@ -39,6 +41,15 @@ class WorkerView:
     key: WorkerKey
     is_available: bool
     """Alive, heard of lately, and not draining."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Departed:
+    """A worker that went and is expected back."""
+
+    record: WorkerRecord
+    is_flipping: bool
+    """It is on its way to the other pool; else it died, as far as is known."""
 
 
 class PoolListener(Protocol):
@@ -86,8 +97,8 @@ class WorkerPool:
         self._max_message_bytes = max_message_bytes
         self._links: dict[WorkerKey, WorkerLink] = {}
         self._retry_at_s: dict[WorkerKey, float] = {}
-        self._departed: dict[WorkerId, tuple[WorkerRecord, float]] = {}
-        """Workers that are gone, and until when they are remembered."""
+        self._departed: dict[WorkerId, tuple[Departed, float]] = {}
+        """Workers that are gone, and since when."""
         self._closing: set[asyncio.Task[None]] = set()
         self._listener: PoolListener | None = None
         self._is_registry_lost = False
@@ -165,17 +176,22 @@ class WorkerPool:
         """Returns all links, sorted by worker id."""
         return [self._links[key] for key in sorted(self._links)]
 
-    def departed(self) -> list[WorkerRecord]:
-        """Returns workers that died a while ago and have not come back."""
+    def departed(self) -> list[Departed]:
+        """Returns workers that went a while ago and have not come back."""
         now_s = self._clock.now()
-        return [record for record, until_s in self._departed.values() if until_s > now_s]
+        return [
+            replace(one, is_flipping=one.is_flipping and now_s < since_s + FLIPPING_S)
+            for one, since_s in self._departed.values()
+            if now_s < since_s + DEPARTED_S
+        ]
 
     def _note_departed(self, link: WorkerLink) -> None:
-        if link.is_draining:
+        if link.is_draining and not link.is_flipping:
             return
         while len(self._departed) >= MAX_DEPARTED:
             del self._departed[next(iter(self._departed))]
-        self._departed[link.record.worker_id] = (link.record, self._clock.now() + DEPARTED_S)
+        departed = Departed(record=link.record, is_flipping=link.is_flipping)
+        self._departed[link.record.worker_id] = (departed, self._clock.now())
 
     def knows(self, worker: WorkerKey) -> bool:
         """Says whether a worker is here."""

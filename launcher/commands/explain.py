@@ -19,7 +19,10 @@ _TERMS = ("queue", "prefill", "handoff", "wait", "step", "stall", "first token",
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(help="Of a request that runs, or ended lately.")],
+    request_id: Annotated[
+        str,
+        typer.Argument(help="Of a request that runs, or ended lately; or its HTTP X-Request-Id."),
+    ],
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -49,7 +52,12 @@ def to_json(found: inference_pb2.ExplainResponse) -> dict[str, object]:
 
 def show(found: inference_pb2.ExplainResponse, console: Console) -> None:
     """Prints the critical path, then one table of candidates for each placement."""
-    console.print(f"{found.request_id}: {found.state}, {found.prompt_tokens} prompt tokens")
+    by_http = f", X-Request-Id {found.http_request_id}" if found.http_request_id else ""
+    title = f"{found.request_id}: {found.state}, {found.prompt_tokens} prompt tokens{by_http}"
+    console.print(title, soft_wrap=True, markup=False, highlight=False)
+    if found.namesakes:
+        others = ", ".join(found.namesakes)
+        console.print(f"others of this X-Request-Id: {others}", soft_wrap=True, markup=False)
     parts = " + ".join(f"{part.name} {_ms(part.seconds)}" for part in found.critical_path)
     if found.HasField("ttft_s"):
         expected = f", expected {_ms(found.expected_ttft_s)}"

@@ -81,6 +81,7 @@ def _make_config(
         port=listeners.port,
         http_port=listeners.http_port,
         no_http=listeners.no_http,
+        strict_fields=clients.strict_fields,
         metrics_port=listeners.metrics_port,
         fronts=listeners.fronts,
         redis_url=membership.redis,

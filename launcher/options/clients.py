@@ -20,6 +20,13 @@ class ClientOptions:
         ),
     ] = None
     api_keys_file: Annotated[str | None, typer.Option(help="File with lines of TENANT KEY.")] = None
+    strict_fields: Annotated[
+        bool,
+        typer.Option(
+            "--strict-fields",
+            help="Refuse HTTP requests with unknown fields; else each name is warned of once.",
+        ),
+    ] = False
     profile: Annotated[
         list[str] | None,
         typer.Option(

@@ -26,6 +26,8 @@ class ClusterConfig:
     """Of the OpenAI-compatible front; 0 takes a free one."""
     no_http: bool = False
     """True listens for gRPC alone."""
+    strict_fields: bool = False
+    """As of RouterConfig."""
     metrics_port: int = 0
     fronts: int = 1
     """As of RouterConfig: processes that share the router's ports."""

@@ -24,6 +24,8 @@ class RouterConfig:
     """Of the OpenAI-compatible front; 0 takes a free one."""
     no_http: bool = False
     """True listens for gRPC alone."""
+    strict_fields: bool = False
+    """Unknown fields of HTTP requests are refused; else ignored, with one warning for each name."""
     metrics_port: int = 0
     cluster: str = "default"
     block_size: int = 16

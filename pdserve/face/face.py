@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -18,10 +17,9 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.config.load import tell_by_flags
 from pdserve.config.shape import ITEM_BYTES
 from pdserve.config.worker import WorkerConfig
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import PdserveError
 from pdserve.face.cache_streams import CacheStreams
 from pdserve.face.collector import WorkerCollector
 from pdserve.face.membership import Membership
@@ -32,14 +30,14 @@ from pdserve.face.rank_process import RankHandlers, RankProcess
 from pdserve.face.service import LiveInfo, WorkerService, new_worker_info
 from pdserve.face.services import FaceServices
 from pdserve.face.stage_claims import ClaimedStage, StageClaimer
-from pdserve.face.streams import FrontStreams
+from pdserve.face.streams import FrontStreams, Standing
 from pdserve.face.token_log import TokenLog
 from pdserve.metrics import serve_metrics
 from pdserve.predictor.worker_class import name_worker_class
 from pdserve.registry.base import Registry, WorkerRecord
 from pdserve.request import FrontId, Incarnation, WorkerId
 from pdserve.rpc.server import RpcServer, join_address, make_server
-from pdserve.rpc.v1 import rank_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.rpc.v1 import rank_pb2, worker_pb2, worker_pb2_grpc
 from pdserve.timeline import MonotonicClock
 
 logger = logging.getLogger(__name__)
@@ -69,15 +67,17 @@ class Face:
         self._monitor = ProgressMonitor(self._clock, config.frozen_after_s)
         self._collector = WorkerCollector(config.engine.model, config.worker_id, role)
         self._log = TokenLog(self._clock)
-        self._streams = FrontStreams(self._log, self._incarnation, self._clock, self._load)
+        self._streams = FrontStreams(self._log, self._incarnation, self._clock, self._stand)
         self._cache = CacheStreams(self._incarnation)
         self._peers = PeerCalls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
         self._stopped_early = asyncio.Event()
         """Told to stop while it was starting: nothing is there to drain."""
+        self._leaves = False
+        """It was told to drain."""
         self._flips = False
-        """It drains to let its ranks go on in the other pool."""
+        """It was told so to go on in the other pool."""
         self._exit: asyncio.Future[int | RankGroup] = asyncio.get_running_loop().create_future()
         self._rank: RankProcess | None = None
         """Rank 0."""
@@ -297,15 +297,22 @@ class Face:
         detail = f" ({phase.detail})" if phase.detail else ""
         _say(self._config, f"{phase.name} {phase.seconds:.1f} s{detail}")
 
-    def _load(self) -> tuple[types_pb2.WorkerLoad, bool]:
-        return self._live.heartbeat.load, self._info.state == "draining"
+    def _stand(self) -> Standing:
+        # To its last words: no front shall miss one that left by order, or give up one that flips.
+        is_lost = self._exit.done() and self._exit.result() in (EXIT_RANK_LOST, EXIT_FROZEN)
+        return Standing(
+            load=self._live.heartbeat.load,
+            is_draining=self._leaves and not is_lost,
+            is_flipping=self._flips,
+        )
 
     def _on_signal(self) -> None:
         if self._info.state == "ready":
             self._spawn(self._drain())
-        elif self._flips:
+        elif self._flips and not self._exit.done():
             # The first signal to end: what drains goes on to do so, and then ends.
             self._flips = False
+            self._info.state = "draining"
         else:
             self._stopped_early.set()
             self._finish(EXIT_OK)
@@ -317,26 +324,27 @@ class Face:
 
     def _on_leaving(self) -> None:
         """A stage was told to end. Unlike a second signal, a second stage cuts no drain short."""
-        if self._info.state != "draining":
+        if not self._leaves:
             self._on_signal()
 
     async def _drain(self) -> None:
         assert self._rank is not None
         assert self._membership is not None
-        self._info.state = "draining"
+        self._leaves = True
+        self._info.state = "flipping" if self._flips else "draining"
         _say(self._config, "draining")
-        record = self._membership.record
-        self._membership.record = _as_draining(record)
+        self._membership.record = replace(self._membership.record, state="draining")
         await self._membership.renew()
         await self._rank.send(rank_pb2.ToRank(drain=rank_pb2.Drain()))
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._drained.wait()
         except TimeoutError:
-            # Nor does it flip: the rank still holds what nobody will ask for.
+            # Nor does it flip in place: the rank still holds what nobody will ask for.
             logger.warning("drain timed out", extra={"worker_id": self._info.worker_id})
-            self._flips = False
-        self._finish(self._ranks if self._flips and self._ranks is not None else EXIT_OK)
+            self._finish(EXIT_OK)
+        else:
+            self._finish(self._ranks if self._flips and self._ranks is not None else EXIT_OK)
 
     def _finish(self, status: "int | RankGroup") -> None:
         if not self._exit.done():
@@ -361,7 +369,6 @@ class Face:
         hands_over = self._exit.done() and self._exit.result() is self._ranks
         if not hands_over:
             self._on_close()
-        self._flips = False
         self._info.state = "stopped"
         await self._streams.end(LAST_WORDS_S)
         if self._renewal is not None and self._membership is not None:
@@ -383,17 +390,6 @@ def _kv_bytes_per_token(geometry: rank_pb2.KvGeometry) -> int:
     return values * ITEM_BYTES[geometry.dtype]
 
 
-def _as_draining(record: WorkerRecord) -> WorkerRecord:
-    return replace(record, state="draining")
-
-
 def _say(config: WorkerConfig, text: str) -> None:
     """Prints a phase line for whoever started this worker by hand or through the launcher."""
     print(f"[{config.worker_id}] {text}", flush=True)  # noqa: T201 - a phase line is for people
-
-
-def report_config_error(error: ConfigError) -> int:
-    """Prints one clear line and returns the exit status of a mistake the user can mend."""
-    text = tell_by_flags(error, WorkerConfig)
-    print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for people
-    return 2

@@ -1,15 +1,17 @@
 """The main of a worker's face process."""
 
 import faulthandler
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import cycle
 
 import uvloop
 
+from pdserve.config.load import tell_by_flags
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError, WorkerLost
-from pdserve.face.face import EXIT_OK, EXIT_RANK_LOST, Face, report_config_error
+from pdserve.face.face import EXIT_OK, EXIT_RANK_LOST, Face
 from pdserve.face.rank_group import RankGroup
 from pdserve.face.services import FaceServices
 from pdserve.log import configure_logging
@@ -68,3 +70,10 @@ def run_worker(
     except WorkerLost as error:
         report_config_error(ConfigError(str(error)))
         return EXIT_RANK_LOST
+
+
+def report_config_error(error: ConfigError) -> int:
+    """Prints one clear line and returns the exit status of a mistake the user can mend."""
+    text = tell_by_flags(error, WorkerConfig)
+    print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for people
+    return 2

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 
 from pdserve.face.past_samples import PastSamples
 from pdserve.face.token_log import TokenLog
@@ -14,6 +15,18 @@ LOAD_INTERVAL_S = 0.5
 """Longest silence of a healthy stream; a router counts a multiple of it as death."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What each message says of the worker."""
+
+    load: types_pb2.WorkerLoad
+    """The latest figures."""
+    is_draining: bool = False
+    """It takes no new work, by order."""
+    is_flipping: bool = False
+    """It does so to come back in the other pool."""
+
+
 class FrontStreams:
     """The streams that are open, and how long each front has been without one."""
 
@@ -22,13 +35,13 @@ class FrontStreams:
         log: TokenLog,
         incarnation: Incarnation,
         clock: Clock,
-        load: Callable[[], tuple[types_pb2.WorkerLoad, bool]],
+        standing: Callable[[], Standing],
     ) -> None:
-        """`load` returns the latest load figures and whether the worker drains."""
+        """`standing` is asked for each message."""
         self._log = log
         self._incarnation = incarnation
         self._clock = clock
-        self._load = load
+        self._standing = standing
         self._past_samples = PastSamples()
         self._wakers: dict[FrontId, asyncio.Event] = {}
         self._gone_since_s: dict[FrontId, float] = {}
@@ -105,13 +118,15 @@ class FrontStreams:
 
     def _batch(self, front_id: FrontId, last_report: int | None) -> worker_pb2.StreamBatch:
         """Makes a message; a report that this stream has had is not repeated with every token."""
-        load, is_draining = self._load()
+        standing = self._standing()
+        load = standing.load
         is_old = load.report != 0 and load.report == last_report
         return worker_pb2.StreamBatch(
             incarnation=self._incarnation,
             updates=self._log.take(front_id),
             load=None if is_old else load,
-            is_draining=is_draining,
+            is_draining=standing.is_draining,
+            is_flipping=standing.is_flipping,
         )
 
     def take_orphans(self, grace_s: float) -> list[tuple[RequestId, int]]:

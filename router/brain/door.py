@@ -17,7 +17,7 @@ from router.admission import AdmittedLoad
 from router.brain.parts import Brain
 from router.brain.session import Session
 from router.brain.talk import Talk
-from router.run_settings import front_name
+from router.run_settings import BRAIN, front_name
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Door:
             if not one.is_heard
         ]
         own = inference_pb2.RouterProcess(
-            name="brain",
+            name=BRAIN,
             pid=os.getpid(),
             state="serving",
             uptime_s=self._brain.clock.now() - self._started_s,

@@ -83,10 +83,18 @@ class BrainLink:
         self._call_timeout_s = call_timeout_s
         self._talk: Talk | None = None
         self.is_up = False
+        self._heard_at_s: float | None = None
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._asked: dict[int, asyncio.Future[brain_pb2.FrontReplies | None]] = {}
         self._answering: set[asyncio.Task[None]] = set()
+
+    @property
+    def unheard_s(self) -> float | None:
+        """Seconds since the brain said anything; None: it never has."""
+        if self._heard_at_s is None:
+            return None
+        return asyncio.get_running_loop().time() - self._heard_at_s
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
@@ -184,6 +192,7 @@ class BrainLink:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     words = await talk.listen()
+                self._heard_at_s = asyncio.get_running_loop().time()
                 for word in words:
                     self._take(word)
         finally:

@@ -53,6 +53,8 @@ class HttpParts:
     registry: CollectorRegistry
     can_serve: Callable[[], bool]
     max_body_bytes: int
+    is_strict: bool = False
+    """Requests with unknown fields are refused."""
     ping_interval_s: float = PING_INTERVAL_S
     engine: str = "0"
     """The number of the front, for its series."""
@@ -66,7 +68,7 @@ class HttpFront:
         self._parts = parts
         self._maker = parts.intake.maker
         self._texts = TokenTexts(self._maker.tokenizer.table)
-        self._unknown = UnknownFields()
+        self._unknown = UnknownFields(is_strict=parts.is_strict)
         self._created_s = int(time.time())
 
     def make_app(self) -> ASGIApp:

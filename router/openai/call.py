@@ -6,6 +6,11 @@ from typing import Protocol
 
 from pdserve.errors import InvalidField
 from pdserve.rpc.v1 import inference_pb2, types_pb2
+from router.openai.compatibility import (
+    IGNORED_IN_STREAM_OPTIONS,
+    UnknownFields,
+    check_inside,
+)
 from router.openai.fields import Fields
 from router.prompt import PromptOptions
 
@@ -89,11 +94,11 @@ class Call:
     stream_options: StreamOptions = field(default_factory=StreamOptions)
 
 
-def read_stream_options(fields: Fields) -> tuple[bool, StreamOptions]:
+def read_stream_options(fields: Fields, unknown: UnknownFields) -> tuple[bool, StreamOptions]:
     """Reads `stream` and `stream_options`.
 
     Raises:
-        InvalidField: options without a stream.
+        InvalidField: options without a stream, or one that is not known while that is refused.
     """
     is_streaming = fields.flag("stream") or False
     options = fields.inner("stream_options")
@@ -101,10 +106,12 @@ def read_stream_options(fields: Fields) -> tuple[bool, StreamOptions]:
         return is_streaming, StreamOptions()
     if not is_streaming:
         raise InvalidField("stream_options", "options", "absent unless stream is true")
-    return True, StreamOptions(
+    found = StreamOptions(
         has_usage=options.flag("include_usage") or False,
         has_continuous_usage=options.flag("continuous_usage_stats") or False,
     )
+    check_inside(options, unknown, IGNORED_IN_STREAM_OPTIONS)
+    return True, found
 
 
 def read_prompt_options(fields: Fields, *, is_chat: bool) -> PromptOptions:

@@ -10,7 +10,12 @@ from router.openai.call import (
     read_stream_options,
 )
 from router.openai.choices import finish_fields
-from router.openai.compatibility import UnknownFields, check_rest
+from router.openai.compatibility import (
+    IGNORED_IN_MESSAGES,
+    UnknownFields,
+    check_inside,
+    check_rest,
+)
 from router.openai.fields import INT64, Fields, as_fields, as_text, brief
 from router.openai.logprobs import PromptLogprobs, TokenTexts, chat_logprobs, chat_logprobs_parts
 from router.openai.sampling import own_names, read_sampling
@@ -107,11 +112,11 @@ def parse_chat(fields: Fields, texts: TokenTexts, unknown: UnknownFields) -> Cal
     sampling = read_sampling(fields)
     max_name = _read_max_tokens(fields, sampling)
     logprobs_name = _read_logprobs(fields, sampling)
-    chat = inference_pb2.ChatPrompt(messages=read_messages(fields))
+    chat = inference_pb2.ChatPrompt(messages=read_messages(fields, unknown))
     wire = inference_pb2.GenerateRequest(
         model=fields.text("model") or "", chat=chat, sampling=sampling
     )
-    is_streaming, stream_options = read_stream_options(fields)
+    is_streaming, stream_options = read_stream_options(fields, unknown)
     has_token_ids = fields.flag("return_token_ids") or False
     options = read_prompt_options(fields, is_chat=True)
     check_rest(fields, unknown)
@@ -160,7 +165,7 @@ def _read_logprobs(fields: Fields, sampling: types_pb2.SamplingParams) -> str:
     return "top_logprobs"
 
 
-def read_messages(fields: Fields) -> list[inference_pb2.ChatMessage]:
+def read_messages(fields: Fields, unknown: UnknownFields) -> list[inference_pb2.ChatMessage]:
     """Reads `messages`; their roles and lengths are checked with the rest of the prompt.
 
     Raises:
@@ -179,13 +184,13 @@ def read_messages(fields: Fields) -> list[inference_pb2.ChatMessage]:
             if message.raw(name) not in (None, []):
                 limit = "absent in this release"
                 raise InvalidField(message.path_of(name), brief(message.raw(name)), limit)
-        messages.append(
-            inference_pb2.ChatMessage(role=_ROLES.get(role, role), content=_content_of(message))
-        )
+        content = _content_of(message, unknown)
+        check_inside(message, unknown, IGNORED_IN_MESSAGES)
+        messages.append(inference_pb2.ChatMessage(role=_ROLES.get(role, role), content=content))
     return messages
 
 
-def _content_of(message: Fields) -> str:
+def _content_of(message: Fields, unknown: UnknownFields) -> str:
     content = message.raw("content")
     if not isinstance(content, list):
         text = message.text("content")
@@ -201,4 +206,5 @@ def _content_of(message: Fields) -> str:
         if kind not in _TEXT_PARTS:
             raise InvalidField(part.path_of("type"), brief(kind), "'text' in this release")
         pieces.append(as_text(part.path_of("text"), part.raw("text")))
+        check_inside(part, unknown)
     return "\n".join(pieces)

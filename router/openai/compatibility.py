@@ -4,11 +4,12 @@ A refused field may be given its neutral value, which asks for nothing.
 """
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from pdserve.errors import InvalidField
 from pdserve.log import safe_id
-from router.openai.fields import Fields, brief
+from router.openai.fields import Fields, JsonWord, brief
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,16 @@ IGNORED = frozenset(
         *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id"),
         *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "verbosity"),
         *("reasoning_effort", "include_reasoning", "spaces_between_special_tokens"),
+        # Of chats, and known wherever clients send the same extras to both endpoints.
+        "add_generation_prompt",
     }
 )
 """Accepted without a word: they change no output here."""
+IGNORED_IN_MESSAGES = frozenset(
+    {"name", "tool_call_id", "reasoning", "reasoning_content", "annotations"}
+)
+"""Likewise: what clients send back of an answer, or no template of ours asks for."""
+IGNORED_IN_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -73,19 +81,31 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 }
 """Refused by name with 400, but for null and these values; never ignored."""
 MAX_WARNED = 256
+MAX_NAME_CHARACTERS = 64
+"""Of a client's name of a field, in logs and refusals: it may be anything."""
+_PLACE = re.compile(r"\[\d+\]")
 
 
 class UnknownFields:
-    """Warns once per name of an unknown field, for a bounded number of names."""
+    """Refuses unknown fields, or warns once per name, for a bounded number of names."""
 
-    def __init__(self) -> None:
-        """Starts without a warning given."""
+    def __init__(self, *, is_strict: bool = False) -> None:
+        """Starts without a warning given; `is_strict` refuses."""
+        self._is_strict = is_strict
         self._warned: set[str] = set()
 
-    def note(self, names: list[str]) -> None:
-        """Warns of names not seen before."""
+    def note(self, fields: Fields, names: Sequence[str]) -> None:
+        """Takes the names of unknown fields of an object.
+
+        Raises:
+            InvalidField: they are refused; it names the first one.
+        """
+        if names and self._is_strict:
+            name = fields.path_of(_show_name(names[0]))
+            raise InvalidField(name, JsonWord("an unknown one"), "a known field")
         for name in names:
-            shown = safe_id(name)
+            # Once for all messages: `messages.x`.
+            shown = _PLACE.sub("", fields.path_of(_show_name(name)))
             if shown in self._warned or len(self._warned) >= MAX_WARNED:
                 continue
             self._warned.add(shown)
@@ -96,7 +116,7 @@ def check_rest(fields: Fields, unknown: UnknownFields) -> None:
     """Checks the fields that no reader has asked for.
 
     Raises:
-        InvalidField: one of them asks for what is not supported.
+        InvalidField: one of them asks for what is not supported, or unknown ones are refused.
     """
     strange = []
     for name in fields.unread():
@@ -104,7 +124,22 @@ def check_rest(fields: Fields, unknown: UnknownFields) -> None:
             _refuse_unless_neutral(fields, name)
         elif name not in IGNORED:
             strange.append(name)
-    unknown.note(strange)
+    unknown.note(fields, strange)
+
+
+def check_inside(
+    fields: Fields, unknown: UnknownFields, ignored: frozenset[str] = frozenset()
+) -> None:
+    """Checks, in an object inside of the body, the fields that no reader has asked for.
+
+    Raises:
+        InvalidField: unknown ones are refused.
+    """
+    unknown.note(fields, [name for name in fields.unread() if name not in ignored])
+
+
+def _show_name(name: str) -> str:
+    return safe_id(name[:MAX_NAME_CHARACTERS])
 
 
 def _refuse_unless_neutral(fields: Fields, name: str) -> None:

@@ -122,7 +122,7 @@ def parse_completion(fields: Fields, texts: TokenTexts, unknown: UnknownFields) 
     shape, report_names = _read_reports(fields, sampling, texts)
     model = fields.text("model") or ""
     names, prompts = _read_prompts(fields)
-    is_streaming, stream_options = read_stream_options(fields)
+    is_streaming, stream_options = read_stream_options(fields, unknown)
     options = read_prompt_options(fields, is_chat=False)
     check_rest(fields, unknown)
     for wire in prompts:

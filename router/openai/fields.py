@@ -70,8 +70,12 @@ class Fields:
         return f"{self._path}.{name}" if self._path else name
 
     def unread(self) -> list[str]:
-        """Returns the names of fields that nobody has asked for."""
-        return [name for name in self._values if name not in self._asked]
+        """Returns the names of fields that nobody has asked for, but for those that are null."""
+        return [
+            name
+            for name, value in self._values.items()
+            if name not in self._asked and value is not None
+        ]
 
     @property
     def asked(self) -> frozenset[str]:

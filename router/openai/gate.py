@@ -19,7 +19,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Gate:
     """Lets calls through to the routes, unknown paths too, if their key is known.
 
-    X-Request-Id is echoed and logged, and never used as a key: two clients may choose the same.
+    X-Request-Id is echoed, logged, and looked up when a request is to be explained. It is never
+    used as a key: two clients may choose the same.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring, metrics: HttpMetrics) -> None:

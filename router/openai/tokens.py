@@ -28,7 +28,7 @@ async def tokenize(
     if text is not None:
         wire.text = text
     else:
-        wire.chat.messages.extend(read_messages(fields))
+        wire.chat.messages.extend(read_messages(fields, unknown))
     options = read_prompt_options(fields, is_chat=text is None)
     wants_texts = fields.flag("return_token_strs") or False
     check_rest(fields, unknown)

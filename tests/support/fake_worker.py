@@ -16,7 +16,7 @@ import grpc
 from pdserve.cache.cache_events import CacheEventLog
 from pdserve.errors import NoWorker, Overloaded, PdserveError, StaleAttempt
 from pdserve.face.cache_streams import CacheStreams
-from pdserve.face.streams import FrontStreams
+from pdserve.face.streams import FrontStreams, Standing
 from pdserve.face.token_log import TokenLog
 from pdserve.registry.base import Registry, WorkerRecord
 from pdserve.request import FrontId, Incarnation, RequestId, Role, WorkerId
@@ -72,6 +72,8 @@ class Script:
     """Prefill's token leaves this much later than the hand-off."""
     token_delay_s: float = 0.0
     is_draining: bool = False
+    is_flipping: bool = False
+    """It drains to come back in the other pool."""
 
 
 @dataclass
@@ -192,7 +194,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._port = port
         self._clock = MonotonicClock()
         self._log = TokenLog(self._clock)
-        self._streams = FrontStreams(self._log, self.incarnation, self._clock, self._load)
+        self._streams = FrontStreams(self._log, self.incarnation, self._clock, self._stand)
         self.cache_log = CacheEventLog()
         self.cache = CacheStreams(self.incarnation, self.cache_log, pause_s=0.0)
         self.tells_cache = False
@@ -269,8 +271,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         for event in self._stream_breaks:
             event.set()
 
-    def _load(self) -> tuple[types_pb2.WorkerLoad, bool]:
-        return types_pb2.WorkerLoad(num_running=len(self.held)), self.script.is_draining
+    def _stand(self) -> Standing:
+        return Standing(
+            load=types_pb2.WorkerLoad(num_running=len(self.held)),
+            is_draining=self.script.is_draining,
+            is_flipping=self.script.is_flipping,
+        )
 
     async def Submit(
         self, request: worker_pb2.SubmitRequest, context: grpc.aio.ServicerContext

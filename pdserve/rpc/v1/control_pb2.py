@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/control.proto\x12\x0epdserve.rpc.v1\"(\n\tPoolRange\x12\r\n\x05least\x18\x01 \x01(\r\x12\x0c\n\x04most\x18\x02 \x01(\r\"|\n\x0fSetPoolsRequest\x12*\n\x07prefill\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.PoolRange\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.PoolRange\x12\x12\n\nis_dry_run\x18\x03 \x01(\x08\"#\n\x10SetPoolsResponse\x12\x0f\n\x07\x63hanges\x18\x01 \x03(\t\"4\n\x11\x46lipWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x14\n\x12\x46lipWorkerResponse\"\x13\n\x11GetScalingRequest\"\xef\x02\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12(\n\x05range\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.PoolRange\x12\x13\n\x0bnum_serving\x18\x03 \x01(\r\x12\x14\n\x0cnum_starting\x18\x04 \x01(\r\x12\x14\n\x0cnum_draining\x18\x05 \x01(\r\x12\x0c\n\x04need\x18\x06 \x01(\r\x12\x16\n\x0esurvivors_need\x18\x07 \x01(\r\x12\x0f\n\x07offered\x18\x08 \x01(\x01\x12\x16\n\x0e\x62\x61\x63klog_tokens\x18\t \x01(\x04\x12\x16\n\tbacklog_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08oldest_s\x18\x0b \x01(\x01\x12\x15\n\rnum_sequences\x18\x0c \x01(\r\x12\x10\n\x08kv_share\x18\r \x01(\x01\x12\x13\n\x06tpot_s\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x0b\n\x03why\x18\x0f \x01(\t\x12\x0b\n\x03law\x18\x10 \x01(\tB\x0c\n\n_backlog_sB\t\n\x07_tpot_s\"s\n\x12GetScalingResponse\x12)\n\x05pools\x18\x01 \x03(\x0b\x32\x1a.pdserve.rpc.v1.PoolStatus\x12\x32\n\tdecisions\x18\x02 \x03(\x0b\x32\x1f.pdserve.rpc.v1.ScalingDecision\".\n\x0fScalingDecision\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t2\x82\x02\n\x07\x43ontrol\x12M\n\x08SetPools\x12\x1f.pdserve.rpc.v1.SetPoolsRequest\x1a .pdserve.rpc.v1.SetPoolsResponse\x12S\n\nGetScaling\x12!.pdserve.rpc.v1.GetScalingRequest\x1a\".pdserve.rpc.v1.GetScalingResponse\x12S\n\nFlipWorker\x12!.pdserve.rpc.v1.FlipWorkerRequest\x1a\".pdserve.rpc.v1.FlipWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/control.proto\x12\x0epdserve.rpc.v1\"(\n\tPoolRange\x12\r\n\x05least\x18\x01 \x01(\r\x12\x0c\n\x04most\x18\x02 \x01(\r\"|\n\x0fSetPoolsRequest\x12*\n\x07prefill\x18\x01 \x01(\x0b\x32\x19.pdserve.rpc.v1.PoolRange\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.PoolRange\x12\x12\n\nis_dry_run\x18\x03 \x01(\x08\"#\n\x10SetPoolsResponse\x12\x0f\n\x07\x63hanges\x18\x01 \x03(\t\"4\n\x11\x46lipWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x14\n\x12\x46lipWorkerResponse\"%\n\x10GetWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"5\n\x11GetWorkerResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\nis_serving\x18\x02 \x01(\x08\"\x13\n\x11GetScalingRequest\"\xef\x02\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12(\n\x05range\x18\x02 \x01(\x0b\x32\x19.pdserve.rpc.v1.PoolRange\x12\x13\n\x0bnum_serving\x18\x03 \x01(\r\x12\x14\n\x0cnum_starting\x18\x04 \x01(\r\x12\x14\n\x0cnum_draining\x18\x05 \x01(\r\x12\x0c\n\x04need\x18\x06 \x01(\r\x12\x16\n\x0esurvivors_need\x18\x07 \x01(\r\x12\x0f\n\x07offered\x18\x08 \x01(\x01\x12\x16\n\x0e\x62\x61\x63klog_tokens\x18\t \x01(\x04\x12\x16\n\tbacklog_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08oldest_s\x18\x0b \x01(\x01\x12\x15\n\rnum_sequences\x18\x0c \x01(\r\x12\x10\n\x08kv_share\x18\r \x01(\x01\x12\x13\n\x06tpot_s\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x0b\n\x03why\x18\x0f \x01(\t\x12\x0b\n\x03law\x18\x10 \x01(\tB\x0c\n\n_backlog_sB\t\n\x07_tpot_s\"s\n\x12GetScalingResponse\x12)\n\x05pools\x18\x01 \x03(\x0b\x32\x1a.pdserve.rpc.v1.PoolStatus\x12\x32\n\tdecisions\x18\x02 \x03(\x0b\x32\x1f.pdserve.rpc.v1.ScalingDecision\".\n\x0fScalingDecision\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t2\xd4\x02\n\x07\x43ontrol\x12M\n\x08SetPools\x12\x1f.pdserve.rpc.v1.SetPoolsRequest\x1a .pdserve.rpc.v1.SetPoolsResponse\x12S\n\nGetScaling\x12!.pdserve.rpc.v1.GetScalingRequest\x1a\".pdserve.rpc.v1.GetScalingResponse\x12S\n\nFlipWorker\x12!.pdserve.rpc.v1.FlipWorkerRequest\x1a\".pdserve.rpc.v1.FlipWorkerResponse\x12P\n\tGetWorker\x12 .pdserve.rpc.v1.GetWorkerRequest\x1a!.pdserve.rpc.v1.GetWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,14 +41,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLIPWORKERREQUEST']._serialized_end=305
   _globals['_FLIPWORKERRESPONSE']._serialized_start=307
   _globals['_FLIPWORKERRESPONSE']._serialized_end=327
-  _globals['_GETSCALINGREQUEST']._serialized_start=329
-  _globals['_GETSCALINGREQUEST']._serialized_end=348
-  _globals['_POOLSTATUS']._serialized_start=351
-  _globals['_POOLSTATUS']._serialized_end=718
-  _globals['_GETSCALINGRESPONSE']._serialized_start=720
-  _globals['_GETSCALINGRESPONSE']._serialized_end=835
-  _globals['_SCALINGDECISION']._serialized_start=837
-  _globals['_SCALINGDECISION']._serialized_end=883
-  _globals['_CONTROL']._serialized_start=886
-  _globals['_CONTROL']._serialized_end=1144
+  _globals['_GETWORKERREQUEST']._serialized_start=329
+  _globals['_GETWORKERREQUEST']._serialized_end=366
+  _globals['_GETWORKERRESPONSE']._serialized_start=368
+  _globals['_GETWORKERRESPONSE']._serialized_end=421
+  _globals['_GETSCALINGREQUEST']._serialized_start=423
+  _globals['_GETSCALINGREQUEST']._serialized_end=442
+  _globals['_POOLSTATUS']._serialized_start=445
+  _globals['_POOLSTATUS']._serialized_end=812
+  _globals['_GETSCALINGRESPONSE']._serialized_start=814
+  _globals['_GETSCALINGRESPONSE']._serialized_end=929
+  _globals['_SCALINGDECISION']._serialized_start=931
+  _globals['_SCALINGDECISION']._serialized_end=977
+  _globals['_CONTROL']._serialized_start=980
+  _globals['_CONTROL']._serialized_end=1320
 # @@protoc_insertion_point(module_scope)

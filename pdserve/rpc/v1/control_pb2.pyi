@@ -128,6 +128,49 @@ class FlipWorkerResponse(_message.Message):
 Global___FlipWorkerResponse: _TypeAlias = FlipWorkerResponse  # noqa: Y015
 
 @_typing.final
+class GetWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWorkerRequest: _TypeAlias = GetWorkerRequest  # noqa: Y015
+
+@_typing.final
+class GetWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """That it has, or is on its way to."""
+    is_serving: _builtins.bool
+    """It is ready in that role, and the router has heard so from it."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        is_serving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_serving", b"is_serving", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWorkerResponse: _TypeAlias = GetWorkerResponse  # noqa: Y015
+
+@_typing.final
 class GetScalingRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

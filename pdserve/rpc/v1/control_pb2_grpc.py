@@ -49,6 +49,11 @@ class ControlStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerResponse.FromString,
                 _registered_method=True)
+        self.GetWorker = channel.unary_unary(
+                '/pdserve.rpc.v1.Control/GetWorker',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetWorkerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -74,6 +79,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWorker(self, request, context):
+        """As of the launcher's last look, once a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.FlipWorker,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerResponse.SerializeToString,
+            ),
+            'GetWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWorker,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetWorkerRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_control__pb2.GetWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class Control:
             '/pdserve.rpc.v1.Control/FlipWorker',
             pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_control__pb2.FlipWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.Control/GetWorker',
+            pdserve_dot_rpc_dot_v1_dot_control__pb2.GetWorkerRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_control__pb2.GetWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class ControlStub:
     GetScaling: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetScalingRequest, _control_pb2.GetScalingResponse]
     FlipWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.FlipWorkerRequest, _control_pb2.FlipWorkerResponse]
     """Lets a replica drain and go on in the other pool, its weights loaded. Answered when that has begun."""
+    GetWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetWorkerRequest, _control_pb2.GetWorkerResponse]
+    """As of the launcher's last look, once a second."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -45,6 +47,8 @@ class ControlAsyncStub(ControlStub):
     GetScaling: _aio.UnaryUnaryMultiCallable[_control_pb2.GetScalingRequest, _control_pb2.GetScalingResponse]  # type: ignore[assignment]
     FlipWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.FlipWorkerRequest, _control_pb2.FlipWorkerResponse]  # type: ignore[assignment]
     """Lets a replica drain and go on in the other pool, its weights loaded. Answered when that has begun."""
+    GetWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.GetWorkerRequest, _control_pb2.GetWorkerResponse]  # type: ignore[assignment]
+    """As of the launcher's last look, once a second."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -69,5 +73,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.FlipWorkerResponse, _abc.Awaitable[_control_pb2.FlipWorkerResponse]]:
         """Lets a replica drain and go on in the other pool, its weights loaded. Answered when that has begun."""
+
+    @_abc_1.abstractmethod
+    def GetWorker(
+        self,
+        request: _control_pb2.GetWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.GetWorkerResponse, _abc.Awaitable[_control_pb2.GetWorkerResponse]]:
+        """As of the launcher's last look, once a second."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

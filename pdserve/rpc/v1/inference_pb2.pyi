@@ -25,6 +25,7 @@ class ExplainRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Its own id, or else the X-Request-Id of the HTTP call that it came by; of several, the latest is told."""
     def __init__(
         self,
         *,
@@ -50,6 +51,8 @@ class ExplainResponse(_message.Message):
     CRITICAL_PATH_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
+    HTTP_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAMESAKES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: _builtins.str
     """"running", "OK", or the reason of the error it ended with."""
@@ -59,12 +62,18 @@ class ExplainResponse(_message.Message):
     expected_ttft_s: _builtins.float
     """What the last placement promised: time until then, and its predicted first token. Absent while nothing is predicted."""
     tpot_s: _builtins.float
+    http_request_id: _builtins.str
+    """X-Request-Id of the HTTP call that it came by."""
     @_builtins.property
     def critical_path(self) -> _containers.RepeatedCompositeFieldContainer[Global___PathPart]:
         """Sums to ttft_s."""
 
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
+    @_builtins.property
+    def namesakes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """If it was found by that: the ids of the last others that have the same."""
+
     def __init__(
         self,
         *,
@@ -76,19 +85,25 @@ class ExplainResponse(_message.Message):
         critical_path: _abc.Iterable[Global___PathPart] | None = ...,
         placements: _abc.Iterable[Global___Placement] | None = ...,
         tpot_s: _builtins.float | None = ...,
+        http_request_id: _builtins.str | None = ...,
+        namesakes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "expected_ttft_s", b"expected_ttft_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s", "_http_request_id", b"_http_request_id", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "expected_ttft_s", b"expected_ttft_s", "http_request_id", b"http_request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "critical_path", b"critical_path", "expected_ttft_s", b"expected_ttft_s", "placements", b"placements", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s", "_http_request_id", b"_http_request_id", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "critical_path", b"critical_path", "expected_ttft_s", b"expected_ttft_s", "http_request_id", b"http_request_id", "namesakes", b"namesakes", "placements", b"placements", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_ttft_s: _TypeAlias = _typing.Literal["expected_ttft_s"]  # noqa: Y015
     _WhichOneofArgType__expected_ttft_s: _TypeAlias = _typing.Literal["_expected_ttft_s", b"_expected_ttft_s"]  # noqa: Y015
+    _WhichOneofReturnType__http_request_id: _TypeAlias = _typing.Literal["http_request_id"]  # noqa: Y015
+    _WhichOneofArgType__http_request_id: _TypeAlias = _typing.Literal["_http_request_id", b"_http_request_id"]  # noqa: Y015
     _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_ttft_s) -> _WhichOneofReturnType__expected_ttft_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__http_request_id) -> _WhichOneofReturnType__http_request_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
     @_typing.overload
@@ -591,12 +606,17 @@ Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
 class GetServerInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ACCEPTS_PARTIAL_FIELD_NUMBER: _builtins.int
+    accepts_partial: _builtins.bool
+    """While other fronts cannot be asked: tell of one front alone, rather than fail with NO_BRAIN."""
     def __init__(
         self,
+        *,
+        accepts_partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_partial", b"accepts_partial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -620,6 +640,7 @@ class GetServerInfoResponse(_message.Message):
     OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
     NUM_FRONTS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
+    IS_PARTIAL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     front_id: _builtins.str
     uptime_s: _builtins.float
@@ -638,6 +659,8 @@ class GetServerInfoResponse(_message.Message):
     """Age of the oldest request without a token."""
     num_fronts: _builtins.int
     """That share this port; all figures are of all of them together."""
+    is_partial: _builtins.bool
+    """The brain is away or silent: all figures are of the front that answers, others are as they were last."""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterProcess]:
         """Of this router, the brain last."""
@@ -659,10 +682,11 @@ class GetServerInfoResponse(_message.Message):
         oldest_wait_s: _builtins.float = ...,
         num_fronts: _builtins.int = ...,
         processes: _abc.Iterable[Global___RouterProcess] | None = ...,
+        is_partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "num_decode", b"num_decode", "num_fronts", b"num_fronts", "num_prefill", b"num_prefill", "oldest_wait_s", b"oldest_wait_s", "output_tokens", b"output_tokens", "processes", b"processes", "prompt_tokens", b"prompt_tokens", "requests_arrived", b"requests_arrived", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_id", b"front_id", "is_partial", b"is_partial", "num_decode", b"num_decode", "num_fronts", b"num_fronts", "num_prefill", b"num_prefill", "oldest_wait_s", b"oldest_wait_s", "output_tokens", b"output_tokens", "processes", b"processes", "prompt_tokens", b"prompt_tokens", "requests_arrived", b"requests_arrived", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "uptime_s", b"uptime_s", "version", b"version", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -678,14 +702,19 @@ class RouterProcess(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     REQUESTS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     REQUESTS_QUEUED_FIELD_NUMBER: _builtins.int
+    UNHEARD_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"router", or "front-0", ... and "brain"."""
     pid: _builtins.int
     state: _builtins.str
-    """"serving", "waiting" for workers or the brain, "draining", or "silent"."""
+    """"serving", "waiting" for workers or the brain, "draining", or "silent"; where the brain cannot be
+    asked, "away" or "silent" for it and "unknown" for other fronts.
+    """
     uptime_s: _builtins.float
     requests_in_flight: _builtins.int
     requests_queued: _builtins.int
+    unheard_s: _builtins.float
+    """Seconds since something was heard of it; absent: it answered just now, or never yet."""
     def __init__(
         self,
         *,
@@ -695,12 +724,15 @@ class RouterProcess(_message.Message):
         uptime_s: _builtins.float = ...,
         requests_in_flight: _builtins.int = ...,
         requests_queued: _builtins.int = ...,
+        unheard_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_unheard_s", b"_unheard_s", "unheard_s", b"unheard_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "pid", b"pid", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unheard_s", b"_unheard_s", "name", b"name", "pid", b"pid", "requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "state", b"state", "unheard_s", b"unheard_s", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__unheard_s: _TypeAlias = _typing.Literal["unheard_s"]  # noqa: Y015
+    _WhichOneofArgType__unheard_s: _TypeAlias = _typing.Literal["_unheard_s", b"_unheard_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unheard_s) -> _WhichOneofReturnType__unheard_s | None: ...
 
 Global___RouterProcess: _TypeAlias = RouterProcess  # noqa: Y015
 
@@ -739,6 +771,9 @@ class WorkerInfo(_message.Message):
     incarnation: _builtins.int
     address: _builtins.str
     state: _builtins.str
+    """What a worker says of itself: "ready", "draining", "flipping" (it leaves to come back in the other
+    pool), ...; of one that does not answer "silent", "lost", "gone", or "flipping" until it is back.
+    """
     face_pid: _builtins.int
     @_builtins.property
     def rank_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

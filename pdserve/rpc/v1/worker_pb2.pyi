@@ -690,8 +690,11 @@ class StreamBatch(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     PAST_SAMPLES_FIELD_NUMBER: _builtins.int
+    IS_FLIPPING_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     is_draining: _builtins.bool
+    is_flipping: _builtins.bool
+    """It was told to go on in the other pool: it comes back there under the same id."""
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUpdate]: ...
     @_builtins.property
@@ -710,10 +713,11 @@ class StreamBatch(_message.Message):
         load: _types_pb2.WorkerLoad | None = ...,
         is_draining: _builtins.bool = ...,
         past_samples: _abc.Iterable[_types_pb2.StepSample] | None = ...,
+        is_flipping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "is_draining", b"is_draining", "load", b"load", "past_samples", b"past_samples", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "is_draining", b"is_draining", "is_flipping", b"is_flipping", "load", b"load", "past_samples", b"past_samples", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 import asyncio
 
 from pdserve.face.past_samples import MAX_SAMPLES_A_KIND, PastSamples
-from pdserve.face.streams import FrontStreams
+from pdserve.face.streams import FrontStreams, Standing
 from pdserve.face.token_log import TokenLog
 from pdserve.request import FrontId, Incarnation, RequestId
 from pdserve.rpc.v1 import types_pb2, worker_pb2
@@ -14,7 +14,7 @@ FRONT = FrontId("front")
 def make_streams(clock: ManualClock) -> FrontStreams:
     log = TokenLog(clock)
     load = types_pb2.WorkerLoad(total_blocks=8)
-    return FrontStreams(log, Incarnation(77), clock, lambda: (load, False))
+    return FrontStreams(log, Incarnation(77), clock, lambda: Standing(load=load))
 
 
 def make_update(index: int, token: int) -> worker_pb2.SequenceUpdate:
@@ -66,7 +66,7 @@ async def test_a_report_is_sent_once_a_stream_and_not_with_every_token() -> None
     clock = ManualClock()
     load = types_pb2.WorkerLoad(report=1, num_running=3)
     log = TokenLog(clock)
-    streams = FrontStreams(log, Incarnation(1), clock, lambda: (load, False))
+    streams = FrontStreams(log, Incarnation(1), clock, lambda: Standing(load=load))
     stream = streams.serve(worker_pb2.StreamRequest(front_id="f"))
     first = await anext(stream)
     assert first.load.num_running == 3

@@ -155,14 +155,16 @@ def test_status_shows_who_is_gone_and_whose_process_is_whose() -> None:
             ],
         ),
         inference_pb2.WorkerInfo(worker_id="d1", role="decode", state="gone"),
+        inference_pb2.WorkerInfo(worker_id="p0", role="prefill", state="flipping"),
     ]
     with console.capture() as capture:
         console.print(workers_table(workers))
     header, _, *rows = [line.split() for line in capture.get().splitlines() if line.strip()]
-    assert " ".join(header).startswith("worker state face pid ranks: node, pids waiting")
-    assert rows[0][:6] == ["d0", "ready", "11", "10.0.0.1", "12", "13"]
+    assert " ".join(header).startswith("worker role state face pid ranks: node, pids waiting")
+    assert rows[0] == ["d0", "decode", "ready", "11", "10.0.0.1", "12", "13"]
     assert rows[1] == ["10.0.0.2", "7", "8"]
-    assert " ".join(rows[2]) == "d1 gone, or restarting"
+    assert " ".join(rows[2]) == "d1 decode gone, or restarting"
+    assert rows[3] == ["p0", "prefill", "flipping"]
 
 
 def test_status_shows_each_front_and_the_brain() -> None:
@@ -180,7 +182,7 @@ def test_status_shows_each_front_and_the_brain() -> None:
     rows = [line.split() for line in below.splitlines() if line.strip()]
     assert rows == [
         ["front-0", "serving", "21", "7", "s", "3", "0"],
-        ["front-1", "silent", "22", "0", "0"],
+        ["front-1", "silent", "22"],
         ["brain", "serving", "20", "8", "s"],
     ]
     assert process_to_dict(processes[1]) == {
@@ -190,6 +192,7 @@ def test_status_shows_each_front_and_the_brain() -> None:
         "uptime_s": 0.0,
         "requests_in_flight": 0,
         "requests_queued": 0,
+        "unheard_s": None,
     }
 
 

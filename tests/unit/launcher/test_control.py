@@ -1,6 +1,7 @@
 """The door of `pdserve scale` and `pdserve flip`: who may come in, and what it does."""
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from autoscaler.controller import Controller
 from autoscaler.figures import Reading, Traffic, WorkerFigures
 from autoscaler.settings import MOST_REPLICAS, PoolRange, ScalingSettings
+from launcher.cli import run_command
 from launcher.commands.scale import show_scaling, tell_order
 from launcher.control import ControlFile, ControlServer, call_control, control_folder, find_control
 from pdserve.errors import ConfigError, InternalError
@@ -26,6 +28,8 @@ class FakePools:
         self.names: tuple[str, ...] = tuple(f"{role}-0" for role in Role)
         self.roles: dict[str, Role] = {}
         """Of those that have flipped."""
+        self.unheard: set[str] = set()
+        """Whom the router does not know yet."""
         self.queued_tokens = 0
         self.on_read: Callable[[], None] = lambda: None
 
@@ -35,6 +39,7 @@ class FakePools:
                 worker_id=name,
                 role=self.roles.get(name, Role(name.partition("-")[0])),
                 is_serving=True,
+                is_heard=name not in self.unheard,
                 total_blocks=9,
                 queued_tokens=self.queued_tokens if name.startswith("prefill") else 0,
                 num_running=int(name == "decode-0"),
@@ -60,6 +65,7 @@ class FakePools:
             raise ConfigError("--flips is off")
         self.orders.append((f"flip to {role}", worker_id))
         self.roles[worker_id] = role
+        self.unheard.add(worker_id)
 
 
 class Door:
@@ -168,6 +174,67 @@ def test_replica_is_flipped_by_order_and_fixed_sizes_move_along(door: Door) -> N
     assert door.pools.orders == [("flip to decode", "prefill-1")]
     settings = door.controller.settings
     assert (settings.prefill, settings.decode) == (PoolRange(), PoolRange(least=2, most=2))
+
+
+@pytest.fixture
+def flipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    """The only launcher that commands find; a second prefill replica can flip."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    door = Door(tmp_path / "pdserve")
+    door.pools.names = ("prefill-0", "prefill-1", "decode-0")
+    door.tick()
+    yield door
+    door.server.stop()
+
+
+def test_flip_waits_until_the_router_takes_the_replica_in_its_new_role(
+    flipping: Door, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    find = flipping.controller.find_worker
+
+    def look(worker_id: str) -> WorkerFigures | None:
+        # The first looks are of before it registered, and of before the router heard of that.
+        asked.append(worker_id)
+        if len(asked) == 3:
+            flipping.pools.unheard.clear()
+        flipping.tick()
+        return find(worker_id)
+
+    flipping.controller.find_worker = look  # type: ignore[method-assign]
+    assert run_command(["flip", "prefill-1", "decode", "--wait"]) == 0
+    assert asked == ["prefill-1"] * 3
+    assert re.fullmatch(
+        r"prefill-1 drains to become a decode replica\n"
+        r"prefill-1 serves as a decode replica after \d+\.\d s\n",
+        capsys.readouterr().out,
+    )
+
+
+def test_flip_that_waits_in_vain_ends_with_status_1(
+    flipping: Door, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The launcher does not look again: it shows the replica as it was, serving in its old role.
+    argv = ["flip", "prefill-1", "decode", "--wait", "--timeout-s", "0.2"]
+    assert run_command(argv) == 1
+    assert capsys.readouterr().err == (
+        "pdserve: prefill-1 does not serve as a decode replica after 0.2 s\n"
+    )
+
+
+def test_flip_of_a_replica_that_leaves_meanwhile_is_not_waited_for(
+    flipping: Door, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = flipping.controller.find_worker
+
+    def look(worker_id: str) -> WorkerFigures | None:
+        flipping.pools.names = ("prefill-0", "decode-0")
+        flipping.tick()
+        return find(worker_id)
+
+    flipping.controller.find_worker = look  # type: ignore[method-assign]
+    assert run_command(["flip", "prefill-1", "decode", "--wait"]) == 2
+    assert "there is no replica named 'prefill-1'" in capsys.readouterr().err
 
 
 def test_range_is_stretched_to_hold_a_replica_that_was_moved() -> None:

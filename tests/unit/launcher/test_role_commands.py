@@ -67,6 +67,12 @@ def test_workers_get_the_clusters_settings_and_the_resolved_folder() -> None:
         assert config.drain_timeout_s == 9.0
 
 
+def test_router_is_told_to_refuse_unknown_fields() -> None:
+    assert not router_config(CONFIG, SITE).strict_fields
+    config = router_config(replace(CONFIG, strict_fields=True), SITE)
+    assert from_argv(RouterConfig, to_argv(config), {}, program="pdserve router").strict_fields
+
+
 def test_times_of_life_and_death_reach_those_who_keep_them() -> None:
     config = replace(
         CONFIG,

@@ -1,7 +1,7 @@
 """Figures of several fronts as those of one."""
 
 from pdserve.rpc.v1 import inference_pb2
-from router.front_desk import Info, join_infos
+from router.front_desk import Info, join_infos, tell_alone
 
 
 def test_counts_add_up_and_workers_count_that_all_can_use() -> None:
@@ -65,3 +65,21 @@ def test_processes_come_by_name_and_each_says_of_itself_more_than_the_brain_does
         ("front-2", "silent"),
         ("brain", "serving"),
     ]
+
+
+def test_a_front_alone_tells_of_itself_and_how_old_all_else_is() -> None:
+    process = inference_pb2.RouterProcess
+    own = Info(requests_in_flight=3, num_decode=2, processes=[process(name="front-1", pid=7)])
+    told = [process(name=f"front-{n}", pid=n, requests_in_flight=9) for n in (0, 1)]
+    brain = process(name="brain", state="away", unheard_s=4.5)
+    last = process(name="brain", pid=99, state="serving")
+    assert tell_alone(own, brain, [*told, last], 6.0) == Info(
+        requests_in_flight=3,
+        num_decode=2,
+        is_partial=True,
+        processes=[
+            process(name="front-0", pid=0, state="unknown", unheard_s=6.0),
+            process(name="front-1", pid=7),
+            brain,
+        ],
+    )

@@ -13,7 +13,7 @@ from pdserve.timeline import ManualClock, PauseWatch
 from router.fleet import Fleet
 from router.load_book import LoadBook
 from router.policy import WorkerKey
-from router.worker_pool import DEPARTED_S, WorkerPool
+from router.worker_pool import DEPARTED_S, FLIPPING_S, WorkerPool
 from tests.support.fake_worker import FakeNetwork, FakeWorker, Script, expected_tokens
 from tests.support.router_harness import PROMPT, eventually, generate, let_others_run, request_for
 
@@ -167,7 +167,9 @@ async def test_a_worker_that_died_is_remembered_until_it_is_back_or_long_gone(sc
     worker = await scene.add()
     await worker.die()
     await eventually(lambda: scene.pool.num_available(Role.DECODE) == 0)
-    assert [record.worker_id for record in scene.pool.departed()] == ["d0"]
+    assert [(one.record.worker_id, one.is_flipping) for one in scene.pool.departed()] == [
+        ("d0", False)
+    ]
     await scene.add(incarnation=7)
     assert scene.pool.departed() == []
 
@@ -187,6 +189,23 @@ async def test_a_worker_that_drained_is_not_missed(scene):
     await scene.pool.poll()
     await worker.die()
     await eventually(lambda: not list(scene.pool.links()))
+    assert scene.pool.departed() == []
+
+
+async def test_a_worker_that_flips_is_on_its_way_until_it_is_back_or_long_away(scene):
+    worker = await scene.add()
+    # What it says last is all that tells: the registry was not read meanwhile.
+    worker.script.is_draining = worker.script.is_flipping = True
+    await eventually(lambda: scene.pool.num_available(Role.DECODE) == 0)
+    await worker.die()
+    await eventually(lambda: not list(scene.pool.links()))
+    assert [one.is_flipping for one in scene.pool.departed()] == [True]
+    scene.clock.advance(FLIPPING_S)
+    assert [one.is_flipping for one in scene.pool.departed()] == [False]
+    await scene.registry.deregister(worker.key.worker_id, worker.incarnation)
+    await scene.network.start("d0", Role.PREFILL, incarnation=7)
+    await scene.pool.poll()
+    await eventually(lambda: scene.pool.num_available(Role.PREFILL) == 1)
     assert scene.pool.departed() == []
 
 

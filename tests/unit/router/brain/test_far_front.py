@@ -1,6 +1,7 @@
 """A front whose brain is behind a socket: while it is there, away, ahead and behind."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +10,9 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+from rich.console import Console
 
+from launcher.commands.status import show, to_dict
 from pdserve.config.router import RouterConfig
 from pdserve.errors import NoBrain, Overloaded, RequestNotFound
 from pdserve.registry.base import WorkerRecord
@@ -235,6 +238,48 @@ async def test_any_front_explains_aborts_and_counts_what_another_has(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await other.Explain(inference_pb2.ExplainRequest(request_id="nobody's"))
             assert isinstance(error_from_rpc(caught.value), RequestNotFound)
+
+
+async def test_status_without_the_brain_says_so_and_what_is_not_known(
+    text_folder: Path, tmp_path: Path
+) -> None:
+    async with run_pair(text_folder, tmp_path) as pair:
+        await pair.network.start("d0", Role.DECODE)
+        asked = inference_pb2.GetServerInfoRequest(accepts_partial=True)
+        never = await pair.stubs[1].GetServerInfo(asked)
+        assert [(one.name, one.state) for one in never.processes] == [
+            ("front-1", "waiting"),
+            ("brain", "away"),
+        ]
+        assert not never.processes[1].HasField("unheard_s")
+        async with pair.brain():
+            await pair.up(1)
+            assert not (await pair.stubs[1].GetServerInfo(asked)).is_partial
+        await eventually(lambda: not any(front.brain.is_up for front in pair.fronts))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pair.stubs[1].GetServerInfo(inference_pb2.GetServerInfoRequest())
+        assert isinstance(error_from_rpc(caught.value), NoBrain)
+
+        info = await pair.stubs[1].GetServerInfo(asked)
+        model = await pair.stubs[1].GetModelInfo(inference_pb2.GetModelInfoRequest())
+        loads = await pair.stubs[1].GetLoads(inference_pb2.GetLoadsRequest())
+    console = Console(width=160)
+    with console.capture() as capture:
+        show("a:1", info, model, loads, console)
+    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    assert "the brain is away: new requests wait for it. Requests are those of front-1" in text
+    for row in (
+        r"front-0 +unknown for \d+ s +\d+",
+        r"front-1 +(waiting|serving) +\d+ +\d+ s +0 +0",
+        r"brain +away for \d+ s",
+        r"d0 +decode +ready +.*",
+    ):
+        assert re.search(f"^ *{row}$", text, re.MULTILINE), text
+    shown = to_dict("a:1", info, model, loads)
+    assert shown["is_partial"]
+    routers = shown["router"]
+    assert isinstance(routers, list)
+    assert [one["unheard_s"] is None for one in routers] == [False, True, False]
 
 
 async def test_a_scrape_of_any_front_shows_all_and_their_brain(
