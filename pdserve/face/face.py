@@ -369,7 +369,8 @@ class Face:
         hands_over = self._exit.done() and self._exit.result() is self._ranks
         if not hands_over:
             self._on_close()
-        self._info.state = "stopped"
+        if not self._flips:
+            self._info.state = "stopped"
         await self._streams.end(LAST_WORDS_S)
         if self._renewal is not None and self._membership is not None:
             # A renewal under way could overtake the farewell and bring the record back.

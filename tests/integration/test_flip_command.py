@@ -2,9 +2,12 @@
 
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
+import grpc
 import pytest
 
 from launcher.cli import run_command
@@ -14,6 +17,30 @@ from tests.support.cluster import make_request, wait_until
 from tests.support.models import tiny_llama_folder  # noqa: F401
 
 FLAGS = ["--port", "0", "--http-port", "0", "--kv-cache-memory", "16M", "--max-model-len", "512"]
+
+
+class Watch:
+    """Collects the states that the router shows of a worker."""
+
+    def __init__(self, channel: grpc.Channel, worker_id: str) -> None:
+        self.states: set[str] = set()
+        self._channel = channel
+        self._worker_id = worker_id
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.02):
+            found = {one.worker_id: one.state for one in get_loads(self._channel)}
+            self.states.add(found.get(self._worker_id, "not shown"))
 
 
 @pytest.fixture
@@ -48,14 +75,15 @@ def test_flip_moves_a_replica_of_fixed_pools_and_says_what_cannot_be(
 
     with open_sync_channel(address) as channel:
         pids = {one.worker_id: one.face_pid for one in get_loads(channel)}
-        assert run_command(["flip", "prefill-1", "decode"]) == 0
-        assert capsys.readouterr().out == "prefill-1 drains to become a decode replica\n"
-
-        def serves_there() -> bool:
-            found = {one.worker_id: (one.role, one.state) for one in get_loads(channel)}
-            return found.get("prefill-1") == ("decode", "ready")
-
-        wait_until(serves_there, 20)
+        with Watch(channel, "prefill-1") as watch:
+            assert run_command(["flip", "prefill-1", "decode", "--wait"]) == 0
+        ordered, served_there = capsys.readouterr().out.splitlines()
+        assert ordered == "prefill-1 drains to become a decode replica"
+        assert re.fullmatch(r"prefill-1 serves as a decode replica after \d+\.\d s", served_there)
+        # It was never missing, nor called dead.
+        assert not watch.states & {"not shown", "gone", "lost", "stopped"}, watch.states
+        found = {one.worker_id: (one.role, one.state) for one in get_loads(channel)}
+        assert found["prefill-1"] == ("decode", "ready")
         assert {one.worker_id: one.face_pid for one in get_loads(channel)} == pids
         request = make_request(text="hello", max_tokens=8, temperature=0.0, ignore_eos=True)
         assert len(generate_stream(channel, request, timeout_s=30).token_ids) == 8
