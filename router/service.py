@@ -207,6 +207,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         One that is on its way to the other pool, or died a while ago and may be restarting, is
         there without figures.
         """
+        # Before anybody is waited for: one that comes back meanwhile must not be missing.
+        departed = self._pool.departed()
         infos = await asyncio.gather(*(_worker_info(link) for link in self._pool.links()))
         shown = {info.worker_id for info in infos}
         gone = [
@@ -215,7 +217,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 role=one.record.role,
                 state=FLIPPING if one.is_flipping else "gone",
             )
-            for one in self._pool.departed()
+            for one in departed
             if one.record.worker_id not in shown
         ]
         return inference_pb2.GetLoadsResponse(workers=[*infos, *gone])
