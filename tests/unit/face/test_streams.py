@@ -136,3 +136,17 @@ async def test_a_front_that_does_not_read_holds_the_end_up_for_a_bounded_time_on
     await anext(frozen)
     await streams.end(0.01)
     assert [batch async for batch in frozen] == []
+
+
+async def test_the_last_words_of_a_worker_say_that_it_flips() -> None:
+    clock, standings = ManualClock(), [Standing(load=types_pb2.WorkerLoad())]
+    streams = FrontStreams(TokenLog(clock), Incarnation(1), clock, lambda: standings[-1])
+    stream = streams.serve(worker_pb2.StreamRequest(front_id=FRONT))
+    first = await anext(stream)
+    assert (first.is_draining, first.is_flipping) == (False, False)
+    # No message since: it was empty at once.
+    standings.append(Standing(load=first.load, is_draining=True, is_flipping=True))
+    ending = asyncio.create_task(streams.end(5.0))
+    heard = [(batch.is_draining, batch.is_flipping) async for batch in stream]
+    await ending
+    assert heard == [(True, True)]
