@@ -156,6 +156,7 @@ async def test_streams_go_on_when_a_rank_is_killed_while_its_replica_drains_to_f
             await assert_ledger(client, 3)
 
 
+@pytest.mark.soak
 async def test_client_that_cancels_while_a_replica_drains_lets_it_flip_at_once(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:
