@@ -53,7 +53,10 @@ def record_of(member: Member) -> WorkerRecord:
     return member.record
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
+@pytest.mark.parametrize(
+    ("tensor", "stages"),
+    [pytest.param(2, 1, id="TP2"), pytest.param(1, 2, id="PP2", marks=pytest.mark.soak)],
+)
 async def test_all_ranks_change_their_pool_and_back_under_traffic_and_no_token_changes(
     tensor: int,
     stages: int,
