@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -30,13 +30,14 @@ def spread(first_pid: int, second_pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for task in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(task.name), cores)
+        _pin(os.getpid(), *cores)
 
 
-def _pin(pid: int, core: int) -> None:
+def _pin(pid: int, *cores: int) -> None:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), {core})
+        # A thread may have ended since it was listed.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)
 
 
 def memory_bytes(pid: int) -> dict[str, int]:
