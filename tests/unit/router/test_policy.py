@@ -118,6 +118,24 @@ def test_C11_a_silent_worker_is_not_chosen():
     assert choice.prefill.worker_id == "p1"
 
 
+def test_C11_a_worker_that_falls_silent_is_noticed_while_others_come_and_speak():
+    pool = Pool(p0=0, p1=500, d0=0)
+    pool.fleet._silence_s = 3.0
+
+    def choose(now_s: float, *heard: str) -> str:
+        for name in heard:
+            pool.fleet.hear(_key(name), now_s)
+        choice = pool.policy.choose(pool.demand(10, 2, {"p0": 10}), now_s)
+        return choice.prefill.worker_id
+
+    assert choose(10.0, "p0", "p1", "d0") == "p0"
+    assert choose(12.0, "p1", "d0") == "p0"
+    pool.add("p2", 900)
+    assert choose(12.5) == "p0"
+    assert choose(13.5, "p2") == "p1"
+    assert choose(14.0, "p0") == "p0"
+
+
 def test_A17_only_workers_of_one_geometry_are_paired():
     pool = Pool()
     pool.add("p0", 50, digest=b"a")
