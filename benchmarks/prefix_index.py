@@ -9,6 +9,7 @@ told. Keys are random, as those of SHA-256 are.
 import sys
 import time
 import tracemalloc
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -40,7 +41,7 @@ NUM_STEADY_BATCHES = 100
 SIZES = (1_000_000, 16_000_000)
 WORKLOAD = (
     f"{NUM_WORKERS} workers; events in batches of {BATCH} from {BATCH_WORKERS} of them; prompts of "
-    f"{PROMPT_GRANULES} granules of {GRANULE_TOKENS} tokens, keys as a tuple of ints; time of "
+    f"{PROMPT_GRANULES} granules of {GRANULE_TOKENS} tokens, keys as routers have them; time of "
     f"the thread itself, others used the machine; look-ups: median of the calmest of {NUM_ROUNDS} "
     "rounds"
 )
@@ -192,9 +193,9 @@ def _measure_lookups(filler: Filler, size: str) -> list[Row]:
 
 def _time_lookups(index: PrefixIndex, name: str, prompts: Prompts) -> Row:
     # As the router has them.
-    asked = [keys.tolist() for keys in prompts]
+    asked = [array("Q", keys.tolist()) for keys in prompts]
     # Never the same object twice: the index would remember its last answer.
-    fresh = [tuple(asked[i % len(asked)]) for i in range(NUM_LOOKUPS)]
+    fresh = [asked[i % len(asked)][:] for i in range(NUM_LOOKUPS)]
     milliseconds = _time(index.match_rows, fresh) * 1e3
     rounds = np.median(milliseconds.reshape(NUM_ROUNDS, -1), axis=1)
     p50, p99 = np.percentile(milliseconds, (50, 99)).tolist()
@@ -219,7 +220,7 @@ def _tell(index: PrefixIndex, workers: Sequence[WorkerId], keys: Keys) -> None:
     index.apply(workers, [keys] * len(workers), [np.zeros(len(keys), np.bool_)] * len(workers))
 
 
-def _time(call: Callable[[tuple[int, ...]], object], arguments: list[tuple[int, ...]]) -> Keys:
+def _time(call: Callable[[Sequence[int]], object], arguments: Sequence[Sequence[int]]) -> Keys:
     seconds = np.zeros(len(arguments))
     for number, argument in enumerate(arguments):
         start_s = time.thread_time()

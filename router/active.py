@@ -5,6 +5,7 @@ that has to be continued parts from the others, and is from then on a request of
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import PdserveError
@@ -30,7 +31,7 @@ class ClientCall:
     """For all samples, as it was checked."""
     handoff_id: HandoffId
     buffer: ClientBuffer
-    granules: tuple[int, ...]
+    granules: Sequence[int]
     """Keys of the prompt's prefix."""
     received_s: float
     deadline_at_s: float | None

@@ -71,7 +71,7 @@ class DecodeSearch:
         """
         rows = _best_rows(own, among, size)
         found = self._receivers_at(look, rows)
-        if found and len(self._able(look, rows)) == len(found):
+        if found and self._are_all_able(look, rows):
             if not [one for one in found if one.wait or one.missed]:
                 return found
             better = self._better(look, (own, among), rows, found)
@@ -79,6 +79,13 @@ class DecodeSearch:
                 return better
         rows = _best_rows(self._full_cost(look, own), among, size)
         return self._receivers_at(look, rows)
+
+    def _are_all_able(self, look: Look, rows: IntArray) -> bool:
+        fleet = self._fleet
+        is_room = look.max_tokens <= fleet.least_room_tokens()
+        if is_room and not fleet.is_anybody_silent(look.ask.now_s):
+            return True
+        return len(self._able(look, rows)) == len(rows)
 
     def _able(self, look: Look, rows: IntArray) -> list[int]:
         """Returns those of a few that can ever hold the request, and that were heard of."""

@@ -5,6 +5,7 @@ counts up to the first granule that it lacks.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from router.holder_sets import MAX_ROWS, HolderSets, Sets, Slots, count_bits, unpack_maps
 
@@ -14,6 +15,8 @@ Lengths = tuple[Slots, Slots]
 NO_LENGTHS: Lengths = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 _SHORT = 24
+_EARLY = 64
+"""Where whoever lacks a few granules at random has mostly missed one."""
 
 
 class LengthMeter:
@@ -68,17 +71,26 @@ class LengthMeter:
     def _measure_many(self, sets: Sets) -> Lengths:
         """Measures sets that are all maps."""
         maps = self._sets.maps_of(sets)
-        # What changes behind each map; behind the last one all end.
-        changes = np.empty_like(maps)
-        np.bitwise_xor(maps[:-1], maps[1:], out=changes[:-1])
-        changes[-1] = maps[-1]
         num_rows = count_bits(maps[0])
-        last, rows = unpack_maps(changes, num_rows)
+        last, rows = unpack_maps(_changes(maps), num_rows)
         if len(rows) != num_rows:
             # Somebody has what extends a prefix but not all of the prefix, for else each row of the
             # first map ends once and no other comes: rare.
-            np.bitwise_and.accumulate(maps, axis=0, out=maps)
-            np.bitwise_xor(maps[:-1], maps[1:], out=changes[:-1])
-            changes[-1] = maps[-1]
-            last, rows = unpack_maps(changes)
+            last, rows = unpack_maps(_changes(_held(maps)))
         return rows, last + 1
+
+
+def _changes(maps: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns what changes behind each map; behind the last one all end."""
+    changes = np.empty_like(maps)
+    np.bitwise_xor(maps[:-1], maps[1:], out=changes[:-1])
+    changes[-1] = maps[-1]
+    return changes
+
+
+def _held(maps: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns who has each map and all before it; up to one of nobody, if that comes early."""
+    held: NDArray[np.uint64] = np.bitwise_and.accumulate(maps[:_EARLY], axis=0)
+    if len(maps) > _EARLY and held[-1].any():
+        held = np.bitwise_and.accumulate(maps, axis=0)
+    return held

@@ -1,5 +1,6 @@
 """One request's way through a simulated cluster."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.request import Request, RequestId, SamplingParams
@@ -24,7 +25,7 @@ class Journey:
     """What its output consists of."""
     chain: PieceChain | None = None
     """Of the prompt; workers get copies."""
-    granules: tuple[int, ...] = ()
+    granules: Sequence[int] = ()
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
     is_admitted: bool = False

@@ -5,6 +5,7 @@ bits tells it from the others as SHA-256 does in production. Everything that ask
 gets the same answers, but for the digests.
 """
 
+from array import array
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -112,9 +113,9 @@ class PieceChain(HashChain):
         """Returns the key of a full granule: blocks divide it, see `ClusterShape`."""
         return self._keys[self._granule_blocks * (index + 1) - 1]
 
-    def granules(self) -> tuple[int, ...]:
+    def granules(self) -> "array[int]":
         """Returns keys for the router's index, one for each full granule."""
-        return tuple(self._keys[self._granule_blocks - 1 :: self._granule_blocks])
+        return array("Q", self._keys[self._granule_blocks - 1 :: self._granule_blocks])
 
     def _close(self, block: tuple[int, ...]) -> None:
         # Of numbers, so it is the same in every process.

@@ -1,5 +1,6 @@
 """Turns what fronts and their brain say to each other into messages and back."""
 
+from array import array
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -56,7 +57,7 @@ def query_from_wire(wire: brain_pb2.PlaceCall, name: Namer) -> PlaceQuery:
         request_id=name(wire.request_id),
         num_tokens=wire.num_tokens,
         num_growth_tokens=wire.num_growth_tokens,
-        granules=tuple(wire.granules),
+        granules=array("Q", wire.granules),
         may_be_local=wire.may_be_local,
         has_prefill_pool=wire.has_prefill_pool,
         waits_for_turn=wire.waits_for_turn,

@@ -109,6 +109,7 @@ def test_C10_launcher_killed_under_load_leaves_no_process_not_even_a_frozen_one(
         assert all(stream.exception(10.0) is not None for stream in streams)
 
 
+@pytest.mark.soak
 def test_a_cluster_whose_lines_nobody_reads_any_more_serves_on_and_ends_well(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:

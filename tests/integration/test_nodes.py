@@ -241,6 +241,7 @@ async def test_C9_a_frozen_rank_on_the_other_host_is_noticed_and_changes_no_toke
         wait_until(lambda: not any(is_running(rank.pid) for rank in frozen[0].ranks), 10.0)
 
 
+@pytest.mark.soak
 async def test_C15_a_stage_that_is_told_to_end_lets_its_replica_drain_and_another_takes_over(
     slow_hosts: TwoHosts,
     runner: ModelRunner,

@@ -166,6 +166,7 @@ async def test_TOK_C10_killed_actor_takes_face_and_rank_along_and_comes_back_to_
     assert {worker for worker in before if before[worker] != after[worker]} == {victim}
 
 
+@pytest.mark.soak
 def test_killed_face_is_restarted_in_a_new_actor(ray_cluster: RayHarness) -> None:
     before = incarnations(ray_cluster)["prefill-0"]
     actor, *_ = pids_of(ray_cluster, "prefill-0")
@@ -236,6 +237,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.soak
 def test_second_cluster_joins_by_address_and_leaves_the_first_and_an_empty_object_store(
     ray_cluster: RayHarness,
 ) -> None:

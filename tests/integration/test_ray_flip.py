@@ -55,6 +55,7 @@ def on_ray(
         harness.cluster.stop()
 
 
+@pytest.mark.soak
 async def test_replica_in_an_actor_flips_by_order_and_comes_back_there_when_it_is_killed(
     on_ray: ClusterHarness,
 ) -> None:

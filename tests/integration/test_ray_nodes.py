@@ -198,6 +198,7 @@ def test_replicas_of_each_pool_go_where_its_resource_is_however_much_room_is_els
         cluster.stop()
 
 
+@pytest.mark.soak
 async def test_TOK_stages_spread_over_two_nodes_give_the_tokens_of_one_rank_and_move_if_one_dies(
     tiny_llama_folder: Path,  # noqa: F811
     ray_nodes: RayNodes,

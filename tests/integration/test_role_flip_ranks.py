@@ -53,7 +53,10 @@ def record_of(member: Member) -> WorkerRecord:
     return member.record
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
+@pytest.mark.parametrize(
+    ("tensor", "stages"),
+    [pytest.param(2, 1, id="TP2"), pytest.param(1, 2, id="PP2", marks=pytest.mark.soak)],
+)
 async def test_all_ranks_change_their_pool_and_back_under_traffic_and_no_token_changes(
     tensor: int,
     stages: int,
@@ -156,6 +159,7 @@ async def test_streams_go_on_when_a_rank_is_killed_while_its_replica_drains_to_f
             await assert_ledger(client, 3)
 
 
+@pytest.mark.soak
 async def test_client_that_cancels_while_a_replica_drains_lets_it_flip_at_once(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_second_signal_stops_at_once_and_clients_are_told(served: Served) -> N
     wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
 
 
+@pytest.mark.soak
 def test_a_decode_worker_killed_just_before_the_drain_costs_no_stream(served: Served) -> None:
     address = served.wait_ready()
     pieces: list[str] = []

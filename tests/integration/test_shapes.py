@@ -73,6 +73,7 @@ def wide(tiny_llama_folder: Path) -> Iterator[ClusterHarness]:  # noqa: F811
         yield harness
 
 
+@pytest.mark.soak
 async def test_A15_TOK_kv_of_stages_of_two_ranks_decodes_on_stages_of_one(
     wide: ClusterHarness, runner: ModelRunner
 ) -> None:
@@ -97,6 +98,7 @@ async def test_A15_TOK_kv_of_one_shape_decodes_in_another(
         await assert_same_tokens(harness, runner, [shape[0] * shape[1], shape[2] * shape[3]])
 
 
+@pytest.mark.soak
 async def test_A15_TOK_three_tensor_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "model", hidden=144, heads=9, kv_heads=3)
     engine = EngineConfig(model=str(folder), max_model_len=1024)

@@ -273,6 +273,7 @@ async def test_D11_clients_that_read_1_byte_per_s_are_cut_alone(cluster: Cluster
         await canary.assert_alive(client)
 
 
+@pytest.mark.soak
 async def test_D13_pings_on_silent_streams_cut_nothing(
     silent_streams: list[SilentStream],
 ) -> None:

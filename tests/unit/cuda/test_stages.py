@@ -93,6 +93,7 @@ def test_stages_joined_by_wires_give_the_cpus_tokens(
     assert expected_when_told == [1, 2]
 
 
+@pytest.mark.soak
 def test_stages_of_two_ranks_each_give_the_cpus_tokens(tmp_path: Path) -> None:
     folder = make_tiny(
         tmp_path / "model",

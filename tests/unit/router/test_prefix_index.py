@@ -231,15 +231,16 @@ def test_no_turn_takes_more_than_a_part_of_what_a_worker_had_when_it_left():
     assert max(before - after for before, after in pairwise(counts)) <= 1 << 15
 
 
+@pytest.mark.parametrize("size", [60, 200])
 @pytest.mark.parametrize("seed", range(12))
-def test_lengths_are_right_whatever_sets_follow_one_another(seed: int):
+def test_lengths_are_right_whatever_sets_follow_one_another(seed: int, size: int):
     """Sets of all sizes, closed under prefixes and not."""
     random = np.random.default_rng(seed)
     index = PrefixIndex(seed=seed)
-    keys = np.arange(1, 61, dtype=np.uint64)
+    keys = np.arange(1, size + 1, dtype=np.uint64)
     held: dict[WorkerId, set[int]] = {}
     num_workers = int(random.choice([3, 16, 40, 150]))
-    ends = random.integers(1, 61, num_workers)
+    ends = random.integers(1, size + 1, num_workers)
     for number, end in enumerate(np.sort(ends) if seed % 2 else ends):
         has = keys[:end]
         if seed % 3 == 0:
@@ -252,8 +253,22 @@ def test_lengths_are_right_whatever_sets_follow_one_another(seed: int):
         _tell(index, worker_id, *has.tolist())
         held[worker_id] = set(has.tolist())
     for first in (1, 2, 8, 9, 40):
-        query = list(range(first, 62))
+        query = list(range(first, size + 2))
         assert index.match(query) == _expected(held, query)
+
+
+@pytest.mark.parametrize("num_whole", [0, 20])
+def test_a_granule_that_half_of_many_lack_ends_what_those_hold(num_whole: int):
+    index = PrefixIndex()
+    keys = list(range(1, 201))
+    held: dict[WorkerId, set[int]] = {}
+    for number in range(40):
+        worker_id = WorkerId(f"w{number}")
+        has = [key for key in keys if number < num_whole or key != 2 + number % 2]
+        index.begin_snapshot(worker_id)
+        _tell(index, worker_id, *has)
+        held[worker_id] = set(has)
+    assert index.match(keys) == _expected(held, keys)
 
 
 class World:

@@ -16,7 +16,13 @@ from simulation.workload import Arrival, Piece, make_workload
 from tests.support.scaled_load import ScaledLoad
 
 
-@pytest.mark.parametrize("has_samples", [True, False], ids=["predictor", "measured"])
+@pytest.mark.parametrize(
+    "has_samples",
+    [
+        pytest.param(True, id="predictor"),
+        pytest.param(False, id="measured", marks=pytest.mark.soak),
+    ],
+)
 def test_C16_a_fifth_more_load_moves_pools_to_within_one_of_the_ideal(has_samples: bool) -> None:
     load = ScaledLoad(
         step(6.0, 7.2, 150.0), 550.0, sizes=(4, 2), cold_factor=6.0, has_samples=has_samples

@@ -1,5 +1,7 @@
 """What fronts and their brain say comes out as it went in."""
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,7 @@ def test_a_query_comes_out_as_it_went_in() -> None:
         request_id=RequestId("r"),
         num_tokens=131_072,
         num_growth_tokens=7,
-        granules=(0, (1 << 64) - 1),
+        granules=array("Q", (0, (1 << 64) - 1)),
         may_be_local=False,
         excluded=frozenset((P0, D0)),
         followers=(RequestId("r#1"),),
@@ -47,7 +49,7 @@ def test_a_query_comes_out_as_it_went_in() -> None:
 
 def test_a_query_without_wishes_has_none_afterwards() -> None:
     query = PlaceQuery(
-        request_id=RequestId("r"), num_tokens=1, num_growth_tokens=1, granules=(),
+        request_id=RequestId("r"), num_tokens=1, num_growth_tokens=1, granules=array("Q"),
         excluded=frozenset(),
     )  # fmt: skip
     assert query_from_wire(query_to_wire(query), RequestId) == query

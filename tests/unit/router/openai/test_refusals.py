@@ -71,17 +71,17 @@ def _field_of(param: str) -> str:
     return param.partition("[")[0]
 
 
-@pytest.mark.parametrize(("param", "value"), BAD_COMMON)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_D4_a_bad_field_is_400_and_named(client, path, param, value):
-    body = {**(CHAT if "chat" in path else TEXT), _field_of(param): value}
-    answer = await client.post(path, json=body)
-    error = answer.json()["error"]
-    assert answer.status_code == 400, answer.text
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith(param)
-    assert len(error["message"]) < 400
+async def test_D4_each_bad_field_is_400_and_named(client, path):
+    for param, value in BAD_COMMON:
+        body = {**(CHAT if "chat" in path else TEXT), _field_of(param): value}
+        answer = await client.post(path, json=body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, (param, answer.text)
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith(param)
+        assert len(error["message"]) < 400
 
 
 BAD_CHAT = [
@@ -115,12 +115,12 @@ BAD_CHAT = [
 ]
 
 
-@pytest.mark.parametrize(("param", "change"), BAD_CHAT)
-async def test_D1_D4_a_bad_chat_field_is_400_and_named(client, param, change):
-    content = json.dumps({**CHAT, **change}).encode("ascii")
+async def test_D1_D4_each_bad_chat_field_is_400_and_named(client):
     headers = {"content-type": "application/json"}
-    answer = await client.post("/v1/chat/completions", content=content, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    for param, change in BAD_CHAT:
+        content = json.dumps({**CHAT, **change}).encode("ascii")
+        answer = await client.post("/v1/chat/completions", content=content, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 BAD_TEXT = [
@@ -142,11 +142,11 @@ BAD_TEXT = [
 ]
 
 
-@pytest.mark.parametrize(("param", "change"), BAD_TEXT)
-async def test_D1_D4_a_bad_completion_field_is_400_and_named(client, pair, param, change):
-    answer = await client.post("/v1/completions", json={**TEXT, **change})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-    await pair.quiet()
+async def test_D1_D4_each_bad_completion_field_is_400_and_named(client, pair):
+    for param, change in BAD_TEXT:
+        answer = await client.post("/v1/completions", json={**TEXT, **change})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        await pair.quiet()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,10 @@ async def test_D5_ten_times_a_cap_is_refused_before_it_costs_memory(client, name
         return psutil.Process().memory_info().rss - before
 
     # What is kept is kept each time; other threads of this process may grow now and then.
-    assert min([await grow() for _ in range(3)]) < 1 << 20
+    grown = [await grow()]
+    while grown[-1] >= 1 << 20 and len(grown) < 3:
+        grown.append(await grow())
+    assert min(grown) < 1 << 20
 
 
 async def test_another_content_type_is_415(client):
@@ -283,10 +286,10 @@ async def test_a_defect_is_500_and_shows_nothing(client, pair, monkeypatch):
 NEUTRAL = [(name, value) for name, values in REFUSED.items() for value in (*values, None)]
 
 
-@pytest.mark.parametrize(("name", "value"), NEUTRAL)
-async def test_a_refused_field_may_be_given_its_neutral_value(client, name, value):
-    answer = await client.post("/v1/completions", json={**TEXT, name: value})
-    assert answer.status_code == 200, answer.text
+async def test_each_refused_field_may_be_given_its_neutral_value(client):
+    for name, value in NEUTRAL:
+        answer = await client.post("/v1/completions", json={**TEXT, name: value})
+        assert answer.status_code == 200, answer.text
 
 
 async def test_ignored_fields_change_nothing(client):

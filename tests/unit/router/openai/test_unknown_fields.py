@@ -98,38 +98,37 @@ async def test_unknown_fields_inside_of_a_chat_are_warned_of_once_wherever_they_
     ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {**TEXT, "max_token": 3}, "max_token"),
-        ("/v1/completions", {**TEXT, "x y" * 40: 3}, "x_y" * 21 + "x"),
-        ("/v1/chat/completions", {**CHAT, "prompt": "x"}, "prompt"),
-        ("/v1/chat/completions", with_message(mood=WORDS), "messages[1].mood"),
-        (
-            "/v1/chat/completions",
-            with_message(content=[{"type": "text", "text": "hi", "mood": WORDS}]),
-            "messages[1].content[0].mood",
-        ),
-        (
-            "/v1/chat/completions",
-            {**CHAT, "stream": True, "stream_options": {"usage": True}},
-            "stream_options.usage",
-        ),
-        ("/tokenize", {"prompt": "a", "fast": True}, "fast"),
-        ("/detokenize", {"tokens": [5], "fast": True}, "fast"),
-    ],
-)
-async def test_a_strict_front_refuses_an_unknown_field_by_name(
-    strict: httpx.AsyncClient, path: str, body: dict[str, object], param: str
-) -> None:
-    answer = await strict.post(path, json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"] == {
-        "message": f"{param} must be a known field, got an unknown one",
-        "type": "invalid_request_error",
-        "param": param,
-        "code": "invalid_value",
-    }
+STRANGE: list[tuple[str, dict[str, object], str]] = [
+    ("/v1/completions", {**TEXT, "max_token": 3}, "max_token"),
+    ("/v1/completions", {**TEXT, "x y" * 40: 3}, "x_y" * 21 + "x"),
+    ("/v1/chat/completions", {**CHAT, "prompt": "x"}, "prompt"),
+    ("/v1/chat/completions", with_message(mood=WORDS), "messages[1].mood"),
+    (
+        "/v1/chat/completions",
+        with_message(content=[{"type": "text", "text": "hi", "mood": WORDS}]),
+        "messages[1].content[0].mood",
+    ),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "stream": True, "stream_options": {"usage": True}},
+        "stream_options.usage",
+    ),
+    ("/tokenize", {"prompt": "a", "fast": True}, "fast"),
+    ("/detokenize", {"tokens": [5], "fast": True}, "fast"),
+]
+"""Path, body, and the field that it names."""
+
+
+async def test_a_strict_front_refuses_an_unknown_field_by_name(strict: httpx.AsyncClient) -> None:
+    for path, body, param in STRANGE:
+        answer = await strict.post(path, json=body)
+        assert answer.status_code == 400, param
+        assert answer.json()["error"] == {
+            "message": f"{param} must be a known field, got an unknown one",
+            "type": "invalid_request_error",
+            "param": param,
+            "code": "invalid_value",
+        }
 
 
 async def test_a_strict_front_takes_known_extras_and_what_clients_send_back(
