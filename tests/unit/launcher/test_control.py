@@ -215,8 +215,7 @@ def test_flip_that_waits_in_vain_ends_with_status_1(
     flipping: Door, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The launcher does not look again: it shows the replica as it was, serving in its old role.
-    argv = ["flip", "prefill-1", "decode", "--wait", "--timeout-s", "0.2"]
-    assert run_command(argv) == 1
+    assert run_command(["flip", "prefill-1", "decode", "--wait", "--timeout-s", "0.2"]) == 1
     assert capsys.readouterr().err == (
         "pdserve: prefill-1 does not serve as a decode replica after 0.2 s\n"
     )
