@@ -104,6 +104,8 @@ def router_config(config: ClusterConfig, site: Site) -> RouterConfig:
         local_prefill_tokens=config.local_prefill_tokens,
         profiles=config.profiles,
         slo_classes=config.slo_classes,
+        max_queued=config.max_queued,
+        max_in_flight=config.max_in_flight,
         worker_silence_s=config.worker_silence_s,
         pools_may_be_empty=config.can_be_empty,
         no_worker_wait_s=RESTART_WAIT_S,

@@ -272,10 +272,11 @@ class InProcessPlacer:
         )
 
 
-def _check_ttft(predicted_s: float, wanted_s: float) -> None:
-    if predicted_s <= wanted_s:
+def _check_ttft(predicted_s: float, left_s: float) -> None:
+    if predicted_s <= left_s:
         return
     raise TooLate(
-        f"the first token would come in {predicted_s:.3g} s, wanted are {max(wanted_s, 0):.3g} s",
-        retry_after_s=max(predicted_s - wanted_s, MIN_RETRY_S),
+        f"the first token would come in {predicted_s:.3g} s, of the time wanted for it "
+        f"{max(left_s, 0):.3g} s are left",
+        retry_after_s=max(predicted_s - left_s, MIN_RETRY_S),
     )

@@ -43,7 +43,11 @@ def scale(
         bool, typer.Option("--dry-run", help="Say what would change; change nothing.")
     ] = False,
     status: Annotated[
-        bool, typer.Option("--status", help="Show pools, needs and the last decisions.")
+        bool,
+        typer.Option(
+            "--status",
+            help="Show pools, needs and the last decisions; after new sizes are set, if any.",
+        ),
     ] = False,
 ) -> int:
     """Change the size of the pools of a running `pdserve serve`.

@@ -95,6 +95,8 @@ def _make_config(
         api_keys_file=clients.api_keys_file,
         profiles=tuple(clients.profile or ()),
         slo_classes=tuple(clients.slo_class or ()),
+        max_queued=clients.max_queued,
+        max_in_flight=clients.max_in_flight,
         local_prefill_tokens=handoff.local_prefill_tokens,
         ready_timeout_s=life.ready_timeout_s,
         drain_timeout_s=life.drain_timeout_s,

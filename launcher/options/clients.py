@@ -27,6 +27,12 @@ class ClientOptions:
             help="Refuse HTTP requests with unknown fields; else each name is warned of once.",
         ),
     ] = False
+    max_queued: Annotated[
+        int, typer.Option(min=1, help="Requests that wait for a place; one more is refused.")
+    ] = 1024
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, help="Requests that have not ended; one more is refused.")
+    ] = 4096
     profile: Annotated[
         list[str] | None,
         typer.Option(

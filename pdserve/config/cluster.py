@@ -45,6 +45,10 @@ class ClusterConfig:
     """As of RouterConfig."""
     slo_classes: tuple[str, ...] = ()
     """Likewise."""
+    max_queued: int = 1024
+    """Likewise."""
+    max_in_flight: int = 4096
+    """Likewise."""
     max_client_buffer_bytes: int = 256 * 1024
     """As of RouterConfig: buffered for a client that does not read."""
     ready_timeout_s: float = 120.0

@@ -81,7 +81,10 @@ def parse_object(body: bytes, *, int_of: Callable[[str], int] | None = None) -> 
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise InvalidField("body", f"{len(body)} bytes", f"JSON ({str(error)[:100]})") from None
+        # Of other errors only Python's limit of the digits of a number speaks for itself.
+        is_ours = isinstance(error, json.JSONDecodeError | _NoJson)
+        why = str(error)[:100] if is_ours else "a number has too many digits"
+        raise InvalidField("body", f"{len(body)} bytes", f"JSON ({why})") from None
     if not isinstance(found, dict):
         raise InvalidField("body", json_kind(found), "a JSON object")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
@@ -115,5 +118,9 @@ def _read_int(text: str) -> int:
     return int(text)
 
 
+class _NoJson(ValueError):
+    """A word that other parsers take for a number."""
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise _NoJson(f"{name} is no JSON")

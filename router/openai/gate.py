@@ -7,12 +7,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.errors import Unauthenticated
 from router.auth import OPEN_PATHS
-from router.openai.errors import error_response
+from router.openai.errors import HttpRefusal, error_response
 from router.openai.metrics import HttpMetrics
 from router.tenants import Keyring, Tenant
 
 TENANT_KEY = "pdserve.tenant"
 REQUEST_ID_KEY = "pdserve.request_id"
+_TWO_LENGTHS = HttpRefusal(
+    400, "two_lengths", "a request has Content-Length or Transfer-Encoding, not both"
+)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -43,6 +46,13 @@ class Gate:
                 self._metrics.note_answer(path, message["status"])
             await send(message)
 
+        names = {name for name, _ in headers}
+        if b"content-length" in names and b"transfer-encoding" in names:
+            # A proxy before this might take the body for one of another length (RFC 9112, 6.1).
+            answer = error_response(_TWO_LENGTHS)
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send_with_id)
+            return
         if path not in OPEN_PATHS:
             try:
                 scope[TENANT_KEY] = self._keyring.authenticate(_authorization(headers))

@@ -147,6 +147,11 @@ def test_A15_the_pools_may_differ_in_their_numbers_of_ranks() -> None:
     assert shapes == {Role.PREFILL: (2, 1), Role.DECODE: (1, 3)}
 
 
+def test_the_router_has_the_clusters_bounds_on_requests() -> None:
+    config = router_config(replace(CONFIG, max_queued=20, max_in_flight=30), SITE)
+    assert (config.max_queued, config.max_in_flight) == (20, 30)
+
+
 def test_streams_wait_longer_for_a_worker_where_a_launcher_starts_it_again() -> None:
     alone = RouterConfig(model="m", redis_url="redis://127.0.0.1:1")
     assert router_config(CONFIG, SITE).no_worker_wait_s > alone.no_worker_wait_s

@@ -22,6 +22,12 @@ def test_a_parser_that_lets_threads_run_refuses_the_same(body):
             parse_object(body, int_of=int_of)
 
 
+def test_a_number_of_too_many_digits_is_refused_in_our_words():
+    with pytest.raises(InvalidField, match="too many digits") as caught:
+        parse_object(b'{"a": ' + b"9" * 5000 + b"}")
+    assert "sys." not in str(caught.value)
+
+
 @pytest.mark.parametrize("bad", [-1, 2**32, True, 1.0, "1", None])
 def test_the_place_of_a_bad_token_id_is_named(bad):
     with pytest.raises(InvalidField) as caught:

@@ -221,6 +221,17 @@ async def test_D5_bytes_that_are_no_chunk_end_one_connection_and_log_no_defect(
     assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
 
 
+async def test_D5_a_request_of_two_lengths_is_400_and_ends_its_connection(pair, client):
+    reader, writer = await asyncio.open_connection("127.0.0.1", pair.front.http_port)
+    writer.write(JSON_HEAD + b"content-length: 5\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 30.0)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"two_lengths" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+    assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
+
+
 BOMBS = {
     "n": {"n": 163_840},
     "stop": {"stop": ["x"] * 160},
