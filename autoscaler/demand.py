@@ -4,8 +4,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from autoscaler.figures import PoolNumbers, Traffic, WorkerFigures
+from autoscaler.lengths import LengthMeter
 from autoscaler.need import (
     DecodeLoad,
+    Flow,
     Need,
     PrefillLoad,
     count_servers,
@@ -36,6 +38,8 @@ class _Counts:
     """Replicas that have prompts to compute."""
     sequences: Window
     running: Window
+    running_tokens: Window
+    """KV of those that run."""
 
 
 class Demand:
@@ -53,14 +57,16 @@ class Demand:
             busy=Window(keep_s),
             sequences=Window(keep_s),
             running=Window(keep_s),
+            running_tokens=Window(keep_s),
         )
+        self._lengths = LengthMeter()
         self._speed = SpeedMeter()
         self._traffic: Traffic | None = None
         self._workers: dict[Role, list[WorkerFigures]] = {role: [] for role in Role}
         self._start_s = dict.fromkeys(Role, settings.start_s)
         self._coming_s = dict.fromkeys(Role, 0.0)
         self._num_active = dict.fromkeys(Role, 0)
-        self._flow_per_s = 0.0
+        self._flow: Flow | None = None
         self._serving_ids: frozenset[str] = frozenset()
         self._is_backlogged = False
 
@@ -99,7 +105,10 @@ class Demand:
             self._backlog_tokens(first),
             num_busy,
         )
+        self._lengths.note(now_s, traffic.num_arrived, traffic.prompt_tokens)
         counts.running.add(now_s, sum(w.num_running for w in decode))
+        held = sum((w.used_blocks - w.reserved_blocks) * w.block_size for w in decode)
+        counts.running_tokens.add(now_s, held)
         counts.sequences.add(
             now_s,
             sum(w.num_running + w.num_waiting for w in decode) + sum(w.num_held for w in prefill),
@@ -109,6 +118,7 @@ class Demand:
             self._serving_ids = ids
             # A pool of another size, or with a cold replica in it: its times say nothing yet.
             counts.running.clear()
+            counts.running_tokens.clear()
 
     @property
     def is_decode_full(self) -> bool:
@@ -136,10 +146,10 @@ class Demand:
         if role is Role.PREFILL:
             load = self._prefill_load(Role.PREFILL)
             need = prefill_need(load, settings, predictor)
-            self._flow_per_s = self._flow_of(load, need)
             self._is_backlogged = (need.backlog_s or 0.0) > settings.ttft_s * max(
                 load.num_serving, 1
             )
+            self._flow = self._flow_of(load, need) if self._is_backlogged else None
             # A climb that is foreseen is no reason to keep replicas of a hill that was climbed.
             steady = replace(load, growth=1.0)
             return need, prefill_need(steady, settings, predictor, margin)
@@ -168,11 +178,12 @@ class Demand:
         """
         settings, count = self._settings, 0
         if need.service_s is not None:
-            count = count_servers(requests_per_s * need.service_s, need.service_s, settings)
+            offered = requests_per_s * need.service_s
+            count = count_servers(offered, need.service_s, settings, need.variability)
         if role is Role.DECODE and self._workers[role]:
-            sequences = requests_per_s * self._tokens_per_request * settings.tpot_s
             most = min(worker.max_num_seqs for worker in self._workers[role])
-            count = max(count, ceil(sequences / (need.largest_batch or most)))
+            each_per_s = need.tokens_per_s or most / settings.tpot_s
+            count = max(count, ceil(requests_per_s * self._tokens_per_request / each_per_s))
         return count
 
     def numbers(self, role: Role) -> PoolNumbers:
@@ -200,22 +211,24 @@ class Demand:
             if (one.worker_class, one.kind) == (worker_class, name)
         )
 
-    def _flow_of(self, load: PrefillLoad, need: Need) -> float:
-        """Returns the prompts per second that prefill will finish while it catches up; else 0.
-
-        As many as come and wait, but no more than those replicas can that serve or start.
-        """
-        backlog_s, service_s = need.backlog_s or 0.0, need.service_s
-        if not service_s or backlog_s <= self._settings.ttft_s * max(load.num_serving, 1):
-            return 0.0
-        waiting_per_s = backlog_s / service_s / self._settings.catch_up_s
-        wanted = max(load.requests_per_s, load.recent_per_s) + waiting_per_s
-        return min(wanted, self._num_active[Role.PREFILL] / service_s)
+    def _flow_of(self, load: PrefillLoad, need: Need) -> Flow | None:
+        """Returns what prefill will send while it catches up; None while nobody knows."""
+        if not need.service_s:
+            return None
+        comes_per_s = max(load.requests_per_s, load.recent_per_s)
+        return Flow(
+            per_s=min(
+                comes_per_s + load.num_prompts / self._settings.catch_up_s,
+                self._num_active[Role.PREFILL] / need.service_s,
+            ),
+            comes_per_s=comes_per_s,
+            num_prompts=load.num_prompts,
+        )
 
     def _prefill_load(self, role: Role) -> PrefillLoad:
         assert self._traffic is not None
         settings, counts = self._settings, self._counts
-        workers = self._workers[role]
+        workers, is_prefill = self._workers[role], role is Role.PREFILL
         rate = counts.arrived.per_s(settings.rate_window_s)
         recent = counts.arrived.per_s(min(_RECENT_S, settings.rate_window_s))
         ahead_s = self._start_s[role]
@@ -227,6 +240,8 @@ class Demand:
             requests_per_s=rate,
             tokens_per_s=tokens_per_s,
             backlog_tokens=self._backlog_tokens(role),
+            num_prompts=self._traffic.num_waiting
+            + sum(w.num_waiting + (w.num_running if is_prefill else 0) for w in workers),
             oldest_s=self._traffic.oldest_s,
             num_serving=len(workers),
             busy_replicas=counts.busy.mean(settings.rate_window_s),
@@ -236,6 +251,7 @@ class Demand:
             recent_per_s=recent,
             coming_s=self._coming_s[role],
             growth=_growth(tokens_per_s, rise),
+            variability=self._lengths.variability,
         )
 
     def _decode_load(self) -> DecodeLoad:
@@ -246,6 +262,7 @@ class Demand:
         ahead_s = self._start_s[Role.DECODE]
         over_s = max(_LEAST_RISE_S, 2 * ahead_s)
         rise = counts.sequences.mean_rise(over_s) * ahead_s
+        running = counts.running.mean(settings.rate_window_s)
         used = sum(w.used_blocks * w.block_size for w in workers)
         held = sum(w.total_blocks * w.block_size for w in workers)
         return DecodeLoad(
@@ -258,7 +275,11 @@ class Demand:
             max_num_seqs=min((w.max_num_seqs for w in workers), default=1),
             measured_tpot_s=self._measured_tpot_s,
             num_serving=len(workers),
-            flow_sequences=self._flow_per_s * self._tokens_per_request * settings.tpot_s,
+            tokens_of_each=(
+                counts.running_tokens.mean(settings.rate_window_s) / running if running else 0.0
+            ),
+            tokens_per_request=self._tokens_per_request,
+            flow=self._flow,
             growth=_growth(sequences, rise),
         )
 
@@ -303,5 +324,5 @@ def _larger(one: Need, other: Need) -> Need:
     return replace(
         larger,
         service_s=larger.service_s or smaller.service_s,
-        largest_batch=larger.largest_batch or smaller.largest_batch,
+        tokens_per_s=larger.tokens_per_s or smaller.tokens_per_s,
     )

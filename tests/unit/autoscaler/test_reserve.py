@@ -86,9 +86,12 @@ def test_decode_grows_for_what_prefill_is_about_to_send_while_prompts_still_wait
             prompt_tokens=2000 * second,
             output_tokens=400 * second,
         )
-        assert clocked.see(*pair, traffic=traffic) == []
+        # 0.42 s of prefill a second.
+        calm = replace(pair[0], num_running=int(second % 5 < 2))
+        assert clocked.see(calm, pair[1], traffic=traffic) == []
     assert isinstance(traffic, Traffic)
-    many = [worker(f"prefill-{i}", queued_tokens=200_000, num_running=1) for i in range(8)]
+    queue = {"queued_tokens": 200_000, "num_waiting": 200}
+    many = [worker(f"prefill-{i}", num_running=1, **queue) for i in range(8)]
     decisions = clocked.see(*many, pair[1], traffic=replace(traffic, oldest_s=5.0), seconds=2)
     # Eight send 38 prompts a second, of 200 tokens: at 50 ms each that is 8 replicas; two for now.
     assert ("grow", Role.DECODE, 2) in kinds(decisions)
