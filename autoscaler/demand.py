@@ -278,6 +278,7 @@ class Demand:
             tokens_of_each=(
                 counts.running_tokens.mean(settings.rate_window_s) / running if running else 0.0
             ),
+            made_tokens_per_s=counts.output_tokens.per_s(settings.rate_window_s),
             tokens_per_request=self._tokens_per_request,
             flow=self._flow,
             growth=_growth(sequences, rise),

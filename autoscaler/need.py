@@ -1,7 +1,7 @@
 """How many replicas a load needs: from times that a predictor knows, or without them. Pure."""
 
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 from autoscaler.queueing import servers_needed
 from autoscaler.settings import ScalingSettings
@@ -91,6 +91,8 @@ class DecodeLoad:
     num_serving: int
     tokens_of_each: float
     """KV of a sequence that runs."""
+    made_tokens_per_s: float = 0.0
+    """On the mean of the last while."""
     tokens_per_request: float = 0.0
     """Of output, as seen so far."""
     flow: Flow | None = None
@@ -199,6 +201,8 @@ def decode_need(
     terms.append((foreseen, FORESEEN))
     if largest is not None:
         terms.append((ceil(sequences / largest), "TPOT"))
+        if margin:
+            terms.append((_fewest_on_target(load, predictor, largest, 1.0 + margin), "TPOT"))
     elif (load.measured_tpot_s or 0.0) > settings.tpot_s and load.num_running > load.num_serving:
         # Without a predictor one more is tried; with one sequence each, no number of them helps.
         terms.append((load.num_serving + 1, "measured TPOT"))
@@ -242,6 +246,23 @@ def _backlog_s(
     if predicted_s is None and load.measured_tokens_per_s is not None:
         predicted_s = load.backlog_tokens / load.measured_tokens_per_s
     return predicted_s or 0.0
+
+
+def _fewest_on_target(load: DecodeLoad, predictor: Predictor, largest: int, scale: float) -> int:
+    """Returns how few of the present replicas could make what is made now, times a scale.
+
+    Fewer have larger batches, whose steps take longer, so that there are more sequences at once:
+    b = r (fixed + each b) for r tokens a second of each replica. And chance on top, as above.
+    """
+    fixed_s = predictor.decode_step_s(load.worker_class, 0, 0) or 0.0
+    one_s = predictor.decode_step_s(load.worker_class, 1, load.tokens_of_each) or 0.0
+    for count in range(1, load.num_serving):
+        rate = load.made_tokens_per_s * scale / count
+        room = 1.0 - rate * (one_s - fixed_s)
+        sequences = count * rate * fixed_s / room if room > 0 else inf
+        if sequences + 2.0 * sqrt(sequences) <= count * largest:
+            return count
+    return load.num_serving
 
 
 def _full_batch(

@@ -128,3 +128,28 @@ def test_replicas_that_are_seen_to_take_longer_than_predicted_are_believed() -> 
     assert prefill_need(slow, SETTINGS, LAW).service_s == pytest.approx(0.5)
     quick = replace(PROMPTS, measured_tokens_per_s=50_000.0)
     assert prefill_need(quick, SETTINGS, LAW).service_s == pytest.approx(0.26, rel=0.01)
+
+
+def test_those_that_would_stay_have_larger_batches_and_so_more_sequences_at_once() -> None:
+    # Two make 800 tokens a second with 21 sequences; one alone would have 41, and more by chance.
+    load = replace(
+        LOAD,
+        flow=None,
+        num_sequences=21.0,
+        mean_sequences=21.0,
+        num_running=21.0,
+        num_serving=2,
+        made_tokens_per_s=800.0,
+    )
+    predictor = Predictor([PROFILE])
+    assert decode_need(load, SETTINGS, predictor).replicas == 1
+    assert decode_need(load, SETTINGS, predictor, margin=0.15).replicas == 2
+    calm = replace(load, made_tokens_per_s=400.0, mean_sequences=9.0)
+    assert decode_need(calm, SETTINGS, predictor, margin=0.15).replicas == 1
+
+
+def test_no_more_replicas_are_kept_than_there_are_for_what_they_make_already() -> None:
+    # Faster than the law says that two could be.
+    one = replace(LOAD, flow=None, num_sequences=1.0, mean_sequences=1.0, num_running=1.0)
+    load = replace(one, num_serving=2, made_tokens_per_s=1e6)
+    assert decode_need(load, SETTINGS, Predictor([PROFILE]), margin=0.15).replicas == 2
