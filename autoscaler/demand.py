@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
+from autoscaler.contexts import ContextMeter
 from autoscaler.figures import PoolNumbers, Traffic, WorkerFigures
 from autoscaler.lengths import LengthMeter
 from autoscaler.need import (
@@ -38,8 +39,6 @@ class _Counts:
     """Replicas that have prompts to compute."""
     sequences: Window
     running: Window
-    running_tokens: Window
-    """KV of those that run."""
 
 
 class Demand:
@@ -57,9 +56,9 @@ class Demand:
             busy=Window(keep_s),
             sequences=Window(keep_s),
             running=Window(keep_s),
-            running_tokens=Window(keep_s),
         )
         self._lengths = LengthMeter()
+        self._contexts = ContextMeter(keep_s)
         self._speed = SpeedMeter()
         self._traffic: Traffic | None = None
         self._workers: dict[Role, list[WorkerFigures]] = {role: [] for role in Role}
@@ -107,8 +106,7 @@ class Demand:
         )
         self._lengths.note(now_s, traffic.num_arrived, traffic.prompt_tokens)
         counts.running.add(now_s, sum(w.num_running for w in decode))
-        held = sum((w.used_blocks - w.reserved_blocks) * w.block_size for w in decode)
-        counts.running_tokens.add(now_s, held)
+        self._contexts.note(now_s, decode)
         counts.sequences.add(
             now_s,
             sum(w.num_running + w.num_waiting for w in decode) + sum(w.num_held for w in prefill),
@@ -118,7 +116,6 @@ class Demand:
             self._serving_ids = ids
             # A pool of another size, or with a cold replica in it: its times say nothing yet.
             counts.running.clear()
-            counts.running_tokens.clear()
 
     @property
     def is_decode_full(self) -> bool:
@@ -215,13 +212,14 @@ class Demand:
         """Returns what prefill will send while it catches up; None while nobody knows."""
         if not need.service_s:
             return None
-        comes_per_s = max(load.requests_per_s, load.recent_per_s)
+        recent_per_s = max(load.requests_per_s, load.recent_per_s)
         return Flow(
             per_s=min(
-                comes_per_s + load.num_prompts / self._settings.catch_up_s,
+                recent_per_s + load.num_prompts / self._settings.catch_up_s,
                 self._num_active[Role.PREFILL] / need.service_s,
             ),
-            comes_per_s=comes_per_s,
+            # What came faster in the last few seconds is among the prompts that there are.
+            comes_per_s=load.requests_per_s,
             num_prompts=load.num_prompts,
         )
 
@@ -262,7 +260,6 @@ class Demand:
         ahead_s = self._start_s[Role.DECODE]
         over_s = max(_LEAST_RISE_S, 2 * ahead_s)
         rise = counts.sequences.mean_rise(over_s) * ahead_s
-        running = counts.running.mean(settings.rate_window_s)
         used = sum(w.used_blocks * w.block_size for w in workers)
         held = sum(w.total_blocks * w.block_size for w in workers)
         return DecodeLoad(
@@ -275,9 +272,7 @@ class Demand:
             max_num_seqs=min((w.max_num_seqs for w in workers), default=1),
             measured_tpot_s=self._measured_tpot_s,
             num_serving=len(workers),
-            tokens_of_each=(
-                counts.running_tokens.mean(settings.rate_window_s) / running if running else 0.0
-            ),
+            tokens_of_each=self._contexts.tokens_of_each(settings.rate_window_s),
             made_tokens_per_s=counts.output_tokens.per_s(settings.rate_window_s),
             tokens_per_request=self._tokens_per_request,
             flow=self._flow,

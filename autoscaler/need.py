@@ -187,7 +187,6 @@ def decode_need(
         # How many there are at once varies as a Poisson number does: twice its deviation.
         sequences = load.mean_sequences * scale
         sequences += 2.0 * sqrt(sequences)
-        scale = sequences / load.num_sequences if load.num_sequences else scale
     largest = _largest_batch(load, settings, predictor)
     batch, batch_s = _full_batch(load, settings, predictor, largest)
     if sequences <= 0 and load.flow is None:
@@ -195,7 +194,8 @@ def decode_need(
     terms = [(ceil(sequences / load.max_num_seqs), "sequences")]
     if load.tokens_per_replica > 0:
         # Those that wait will take as much as those that run, or have it reserved already.
-        tokens = max(load.used_tokens, load.num_sequences * load.tokens_of_each) * scale
+        held = load.used_tokens * (1.0 + margin) * load.growth
+        tokens = max(held, sequences * load.tokens_of_each)
         terms.append((ceil(tokens / (settings.kv_share * load.tokens_per_replica)), "KV"))
     foreseen = ceil(_foreseen_sequences(load, load.tokens_per_request * batch_s) / batch)
     terms.append((foreseen, FORESEEN))

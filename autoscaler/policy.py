@@ -5,8 +5,9 @@ of the last minutes, taken with a margin, so that the survivors still fit and it
 at once. The pools are coupled: decode does not grow while prefill starves (nothing would come to
 it), prefill not while decode is full (it would wait for it), and neither shrinks meanwhile.
 
-The age of the oldest request without a token stands above all predictions: while it is past its
-target and nothing starts, the pool to blame grows, unless it has twice its need and idle replicas.
+The age of the oldest request that waits for others stands above all predictions: while it is past
+its target and nothing starts, the pool to blame grows, unless it has twice its need and idle
+replicas. A prompt that some replica says it computes waits for nobody, however long it is.
 """
 
 from collections import deque
