@@ -90,8 +90,8 @@ def test_decode_grows_for_what_prefill_is_about_to_send_while_prompts_still_wait
         calm = replace(pair[0], num_running=int(second % 5 < 2))
         assert clocked.see(calm, pair[1], traffic=traffic) == []
     assert isinstance(traffic, Traffic)
-    queue = {"queued_tokens": 200_000, "num_waiting": 200}
-    many = [worker(f"prefill-{i}", num_running=1, **queue) for i in range(8)]
+    full = replace(pair[0], queued_tokens=200_000, num_waiting=200)
+    many = [replace(full, worker_id=f"prefill-{i}") for i in range(8)]
     decisions = clocked.see(*many, pair[1], traffic=replace(traffic, oldest_s=5.0), seconds=2)
     # Eight send 38 prompts a second, of 200 tokens: at 50 ms each that is 8 replicas; two for now.
     assert ("grow", Role.DECODE, 2) in kinds(decisions)
