@@ -37,6 +37,8 @@ class _Counts:
     output_tokens: CounterWindow
     busy: Window
     """Replicas that have prompts to compute."""
+    prompts: Window
+    """That wait or are computed."""
     sequences: Window
     running: Window
 
@@ -54,6 +56,7 @@ class Demand:
             prompt_tokens=CounterWindow(keep_s),
             output_tokens=CounterWindow(keep_s),
             busy=Window(keep_s),
+            prompts=Window(keep_s),
             sequences=Window(keep_s),
             running=Window(keep_s),
         )
@@ -96,6 +99,7 @@ class Demand:
         else:
             num_busy = sum(w.queued_tokens > 0 for w in decode)
         counts.busy.add(now_s, num_busy)
+        counts.prompts.add(now_s, self._num_prompts(Role.PREFILL) + self._num_prompts(Role.DECODE))
         first = Role.PREFILL if self._settings.prefill.most else Role.DECODE
         self._speed.note(
             now_s,
@@ -226,7 +230,7 @@ class Demand:
     def _prefill_load(self, role: Role) -> PrefillLoad:
         assert self._traffic is not None
         settings, counts = self._settings, self._counts
-        workers, is_prefill = self._workers[role], role is Role.PREFILL
+        workers = self._workers[role]
         rate = counts.arrived.per_s(settings.rate_window_s)
         recent = counts.arrived.per_s(min(_RECENT_S, settings.rate_window_s))
         ahead_s = self._start_s[role]
@@ -238,8 +242,7 @@ class Demand:
             requests_per_s=rate,
             tokens_per_s=tokens_per_s,
             backlog_tokens=self._backlog_tokens(role),
-            num_prompts=self._traffic.num_waiting
-            + sum(w.num_waiting + (w.num_running if is_prefill else 0) for w in workers),
+            num_prompts=self._num_prompts(role),
             oldest_s=self._traffic.oldest_s,
             num_serving=len(workers),
             busy_replicas=counts.busy.mean(settings.rate_window_s),
@@ -281,10 +284,28 @@ class Demand:
 
     @property
     def _tokens_per_request(self) -> float:
-        """Output tokens of a request, on the mean of all that is remembered."""
-        counts = self._counts
-        arrived = counts.arrived.per_s(self._keep_s)
-        return counts.output_tokens.per_s(self._keep_s) / arrived if arrived > 0 else 0.0
+        """Output tokens of a request, on the mean of all that is remembered.
+
+        Those that have none yet do not count, and those that run as half: where many came at once,
+        most of what they ask for is still to be made.
+        """
+        counts, over_s = self._counts, self._keep_s
+        arrived, made = counts.arrived.grown(over_s), counts.output_tokens.grown(over_s)
+        begun = arrived - counts.prompts.rise_since(over_s)
+        ended = begun - counts.sequences.rise_since(over_s) / 2
+        if ended <= 0:
+            # The first ones, or figures of different times: at least so much was made.
+            ended = arrived
+        return made / ended if ended > 0 else 0.0
+
+    def _num_prompts(self, role: Role) -> int:
+        assert self._traffic is not None
+        is_first = role is (Role.PREFILL if self._settings.prefill.most else Role.DECODE)
+        workers = self._workers[role]
+        count = sum(w.num_waiting for w in workers)
+        if role is Role.PREFILL:
+            count += sum(w.num_running for w in workers)
+        return count + (self._traffic.num_waiting if is_first else 0)
 
     def _backlog_tokens(self, role: Role) -> int:
         assert self._traffic is not None
