@@ -202,11 +202,12 @@ class Controller:
         num_flips = self._num_flips
         reading = self._figures.read()
         with self._lock:
+            # Told once: taken whatever becomes of the rest.
+            self._feed.take(reading.workers)
             if num_flips != self._num_flips:
                 # Somebody has moved a replica meanwhile: these figures show it where it was.
                 return ()
             self._workers = reading.workers
-            self._feed.take(reading.workers)
             decisions = self._policy.decide(self._clock.now(), reading)
             self._has_figures |= reading.traffic is not None
         for decision in decisions:

@@ -3,9 +3,12 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
+from autoscaler.contexts import ContextMeter
 from autoscaler.figures import PoolNumbers, Traffic, WorkerFigures
+from autoscaler.lengths import LengthMeter
 from autoscaler.need import (
     DecodeLoad,
+    Flow,
     Need,
     PrefillLoad,
     count_servers,
@@ -34,6 +37,8 @@ class _Counts:
     output_tokens: CounterWindow
     busy: Window
     """Replicas that have prompts to compute."""
+    prompts: Window
+    """That wait or are computed."""
     sequences: Window
     running: Window
 
@@ -51,16 +56,19 @@ class Demand:
             prompt_tokens=CounterWindow(keep_s),
             output_tokens=CounterWindow(keep_s),
             busy=Window(keep_s),
+            prompts=Window(keep_s),
             sequences=Window(keep_s),
             running=Window(keep_s),
         )
+        self._lengths = LengthMeter()
+        self._contexts = ContextMeter(keep_s)
         self._speed = SpeedMeter()
         self._traffic: Traffic | None = None
         self._workers: dict[Role, list[WorkerFigures]] = {role: [] for role in Role}
         self._start_s = dict.fromkeys(Role, settings.start_s)
         self._coming_s = dict.fromkeys(Role, 0.0)
         self._num_active = dict.fromkeys(Role, 0)
-        self._flow_per_s = 0.0
+        self._flow: Flow | None = None
         self._serving_ids: frozenset[str] = frozenset()
         self._is_backlogged = False
 
@@ -91,6 +99,7 @@ class Demand:
         else:
             num_busy = sum(w.queued_tokens > 0 for w in decode)
         counts.busy.add(now_s, num_busy)
+        counts.prompts.add(now_s, self._num_prompts(Role.PREFILL) + self._num_prompts(Role.DECODE))
         first = Role.PREFILL if self._settings.prefill.most else Role.DECODE
         self._speed.note(
             now_s,
@@ -99,7 +108,9 @@ class Demand:
             self._backlog_tokens(first),
             num_busy,
         )
+        self._lengths.note(now_s, traffic.num_arrived, traffic.prompt_tokens)
         counts.running.add(now_s, sum(w.num_running for w in decode))
+        self._contexts.note(now_s, decode)
         counts.sequences.add(
             now_s,
             sum(w.num_running + w.num_waiting for w in decode) + sum(w.num_held for w in prefill),
@@ -136,10 +147,10 @@ class Demand:
         if role is Role.PREFILL:
             load = self._prefill_load(Role.PREFILL)
             need = prefill_need(load, settings, predictor)
-            self._flow_per_s = self._flow_of(load, need)
             self._is_backlogged = (need.backlog_s or 0.0) > settings.ttft_s * max(
                 load.num_serving, 1
             )
+            self._flow = self._flow_of(load, need) if self._is_backlogged else None
             # A climb that is foreseen is no reason to keep replicas of a hill that was climbed.
             steady = replace(load, growth=1.0)
             return need, prefill_need(steady, settings, predictor, margin)
@@ -168,11 +179,12 @@ class Demand:
         """
         settings, count = self._settings, 0
         if need.service_s is not None:
-            count = count_servers(requests_per_s * need.service_s, need.service_s, settings)
+            offered = requests_per_s * need.service_s
+            count = count_servers(offered, need.service_s, settings, need.variability)
         if role is Role.DECODE and self._workers[role]:
-            sequences = requests_per_s * self._tokens_per_request * settings.tpot_s
             most = min(worker.max_num_seqs for worker in self._workers[role])
-            count = max(count, ceil(sequences / (need.largest_batch or most)))
+            each_per_s = need.tokens_per_s or most / settings.tpot_s
+            count = max(count, ceil(requests_per_s * self._tokens_per_request / each_per_s))
         return count
 
     def numbers(self, role: Role) -> PoolNumbers:
@@ -200,17 +212,20 @@ class Demand:
             if (one.worker_class, one.kind) == (worker_class, name)
         )
 
-    def _flow_of(self, load: PrefillLoad, need: Need) -> float:
-        """Returns the prompts per second that prefill will finish while it catches up; else 0.
-
-        As many as come and wait, but no more than those replicas can that serve or start.
-        """
-        backlog_s, service_s = need.backlog_s or 0.0, need.service_s
-        if not service_s or backlog_s <= self._settings.ttft_s * max(load.num_serving, 1):
-            return 0.0
-        waiting_per_s = backlog_s / service_s / self._settings.catch_up_s
-        wanted = max(load.requests_per_s, load.recent_per_s) + waiting_per_s
-        return min(wanted, self._num_active[Role.PREFILL] / service_s)
+    def _flow_of(self, load: PrefillLoad, need: Need) -> Flow | None:
+        """Returns what prefill will send while it catches up; None while nobody knows."""
+        if not need.service_s:
+            return None
+        recent_per_s = max(load.requests_per_s, load.recent_per_s)
+        return Flow(
+            per_s=min(
+                recent_per_s + load.num_prompts / self._settings.catch_up_s,
+                self._num_active[Role.PREFILL] / need.service_s,
+            ),
+            # What came faster in the last few seconds is among the prompts that there are.
+            comes_per_s=load.requests_per_s,
+            num_prompts=load.num_prompts,
+        )
 
     def _prefill_load(self, role: Role) -> PrefillLoad:
         assert self._traffic is not None
@@ -227,6 +242,7 @@ class Demand:
             requests_per_s=rate,
             tokens_per_s=tokens_per_s,
             backlog_tokens=self._backlog_tokens(role),
+            num_prompts=self._num_prompts(role),
             oldest_s=self._traffic.oldest_s,
             num_serving=len(workers),
             busy_replicas=counts.busy.mean(settings.rate_window_s),
@@ -236,6 +252,7 @@ class Demand:
             recent_per_s=recent,
             coming_s=self._coming_s[role],
             growth=_growth(tokens_per_s, rise),
+            variability=self._lengths.variability,
         )
 
     def _decode_load(self) -> DecodeLoad:
@@ -258,16 +275,37 @@ class Demand:
             max_num_seqs=min((w.max_num_seqs for w in workers), default=1),
             measured_tpot_s=self._measured_tpot_s,
             num_serving=len(workers),
-            flow_sequences=self._flow_per_s * self._tokens_per_request * settings.tpot_s,
+            tokens_of_each=self._contexts.tokens_of_each(settings.rate_window_s),
+            made_tokens_per_s=counts.output_tokens.per_s(settings.rate_window_s),
+            tokens_per_request=self._tokens_per_request,
+            flow=self._flow,
             growth=_growth(sequences, rise),
         )
 
     @property
     def _tokens_per_request(self) -> float:
-        """Output tokens of a request, on the mean of all that is remembered."""
-        counts = self._counts
-        arrived = counts.arrived.per_s(self._keep_s)
-        return counts.output_tokens.per_s(self._keep_s) / arrived if arrived > 0 else 0.0
+        """Output tokens of a request, on the mean of all that is remembered.
+
+        Those that have none yet do not count, and those that run as half: where many came at once,
+        most of what they ask for is still to be made.
+        """
+        counts, over_s = self._counts, self._keep_s
+        arrived, made = counts.arrived.grown(over_s), counts.output_tokens.grown(over_s)
+        begun = arrived - counts.prompts.rise_since(over_s)
+        ended = begun - counts.sequences.rise_since(over_s) / 2
+        if ended <= 0:
+            # The first ones, or figures of different times: at least so much was made.
+            ended = arrived
+        return made / ended if ended > 0 else 0.0
+
+    def _num_prompts(self, role: Role) -> int:
+        assert self._traffic is not None
+        is_first = role is (Role.PREFILL if self._settings.prefill.most else Role.DECODE)
+        workers = self._workers[role]
+        count = sum(w.num_waiting for w in workers)
+        if role is Role.PREFILL:
+            count += sum(w.num_running for w in workers)
+        return count + (self._traffic.num_waiting if is_first else 0)
 
     def _backlog_tokens(self, role: Role) -> int:
         assert self._traffic is not None
@@ -303,5 +341,5 @@ def _larger(one: Need, other: Need) -> Need:
     return replace(
         larger,
         service_s=larger.service_s or smaller.service_s,
-        largest_batch=larger.largest_batch or smaller.largest_batch,
+        tokens_per_s=larger.tokens_per_s or smaller.tokens_per_s,
     )

@@ -29,6 +29,8 @@ class WorkerFigures:
     """Prompts that were computed and wait for a decode replica."""
     used_blocks: int = 0
     """That sequences hold or reserved; what only the prefix cache holds is free."""
+    reserved_blocks: int = 0
+    """Of these, those that KV is arriving in, or will: their sequences do not run yet."""
     total_blocks: int = 0
     block_size: int = 16
     max_num_seqs: int = 256
@@ -37,9 +39,9 @@ class WorkerFigures:
     life: Incarnation | None = None
     """Whose report this is; None while nothing is heard of it."""
     report: int = 0
-    """Its number: one that is shown again says nothing new."""
+    """Its number: one that is shown again says nothing new; 0: this is not what it said itself."""
     samples: tuple[Sample, ...] = ()
-    """Of the report: what some steps and hand-offs took."""
+    """What some steps and hand-offs took, of this report and of those that nobody has seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,8 @@ class Traffic:
     waiting_tokens: int = 0
     """Their prompts."""
     oldest_s: float = 0.0
-    """Age of the oldest request that has no token yet."""
+    """Age of the oldest request that waits for others: it has no token, and nobody says that its
+    prompt is being computed."""
     num_in_flight: int = 0
 
 

@@ -5,20 +5,20 @@ of the last minutes, taken with a margin, so that the survivors still fit and it
 at once. The pools are coupled: decode does not grow while prefill starves (nothing would come to
 it), prefill not while decode is full (it would wait for it), and neither shrinks meanwhile.
 
-The age of the oldest request without a token stands above all predictions: while it is past its
-target and nothing starts, the pool to blame grows, unless it has twice its need and idle replicas.
+The age of the oldest request that waits for others stands above all predictions: while it is past
+its target and nothing starts, the pool to blame grows, unless it has twice its need and idle
+replicas. A prompt that some replica says it computes waits for nobody, however long it is.
 """
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from math import inf
-from typing import Literal
+from dataclasses import replace
 
 from autoscaler.demand import Demand
 from autoscaler.figures import Decision, Numbers, PoolNumbers, Reading, WorkerFigures
 from autoscaler.leavers import busyness, choose_leavers, is_empty
 from autoscaler.need import FORESEEN, Need
+from autoscaler.pool_state import PoolState
 from autoscaler.reserve import BurstMemory
 from autoscaler.roster import Roster
 from autoscaler.settings import ScalingSettings
@@ -28,25 +28,7 @@ from pdserve.request import Role
 
 KEPT_DECISIONS = 256
 FROM_RATES = ("arrivals", "busy replicas")
-_MOST_PATIENCE = 4
-"""Times `settle_s`."""
 POOLS = (Role.PREFILL, Role.DECODE)
-
-
-@dataclass(slots=True)
-class _PoolState:
-    survivors: Window
-    """Needs with the margin, one a tick."""
-    needs: Window
-    """Without it, one a tick."""
-    grown_s: float | None = None
-    started_s: float | None = None
-    """When last some replica of the pool was starting."""
-    changed_s: float | None = None
-    shrunk_s: float | None = None
-    settle_s: float = 0.0
-    overdue_since_s: float | None = None
-    numbers: PoolNumbers = field(default_factory=PoolNumbers)
 
 
 class ScalingPolicy:
@@ -67,15 +49,7 @@ class ScalingPolicy:
             change_s=settings.change_s,
         )
         self._demand = Demand(settings, predictor)
-        longest_s = _MOST_PATIENCE * settings.settle_s
-        self._pools = {
-            role: _PoolState(
-                survivors=Window(longest_s),
-                needs=Window(settings.confirm_s),
-                settle_s=settings.settle_s,
-            )
-            for role in POOLS
-        }
+        self._pools = {role: PoolState(settings) for role in POOLS}
         self._ages = Window(settings.overdue_s)
         self._busy_s: float | None = None
         """When there last was any request."""
@@ -189,16 +163,17 @@ class ScalingPolicy:
 
     def _size_alone(self, now_s: float, role: Role, need: Need) -> tuple[int, str]:
         """Returns the size that a pool's own figures ask for, and why."""
-        state, is_full = self._pools[role], self._demand.is_decode_full
+        settings, state = self._settings, self._pools[role]
+        is_full = self._demand.is_decode_full
         active, oldest_s = state.numbers.num_active, state.numbers.oldest_s
         # With one pool only, it is to blame for everything.
         is_blamed = not is_full if role is Role.PREFILL else is_full or self._has_one_pool
         # Asked even where nobody is to blame: it remembers since when.
-        is_overdue = self._is_overdue(now_s, state) and is_blamed
+        is_overdue = state.is_overdue(now_s, settings, self._ages) and is_blamed
         if is_overdue and state.numbers.need <= active and not self._has_spare(now_s, role):
             size = active + self._overdue_step(state.numbers)
             return size, "the oldest request waits too long"
-        is_calm = need.why in FROM_RATES and oldest_s <= self._settings.ttft_s
+        is_calm = need.why in FROM_RATES and oldest_s <= settings.ttft_s
         if is_calm and state.numbers.need > active > 0:
             # By chance a few seconds may ask for more than the next ones.
             return max(int(state.needs.least()), active), need.why
@@ -217,19 +192,6 @@ class ScalingPolicy:
     @property
     def _has_one_pool(self) -> bool:
         return self._settings.prefill.most == 0
-
-    def _is_overdue(self, now_s: float, state: _PoolState) -> bool:
-        """Requests wait too long although all that was ordered is there, and had time to help."""
-        settings = self._settings
-        if state.numbers.num_starting or state.numbers.oldest_s <= settings.ttft_s:
-            state.overdue_since_s = None
-            return False
-        if state.overdue_since_s is None:
-            state.overdue_since_s = now_s
-        if now_s - state.overdue_since_s < settings.overdue_s or self._ages.has_fallen():
-            return False
-        last_s = max(state.grown_s or -inf, state.started_s or -inf)
-        return now_s - last_s > settings.catch_up_s
 
     def _has_spare(self, now_s: float, role: Role) -> bool:
         """Twice what it needs, some of it idle: a prompt may be late by its own length alone."""
@@ -274,7 +236,7 @@ class ScalingPolicy:
                     granted = size - active if room is None else min(size - active, max(room, 0))
             if granted > 0:
                 room = None if room is None else room - granted
-                self._note(state, now_s, "grow")
+                state.note_growth(now_s, settings)
                 yield Decision(
                     at_s=now_s,
                     role=role,
@@ -303,11 +265,11 @@ class ScalingPolicy:
 
     def _flip(self, now_s: float, role: Role) -> Decision | None:
         """Takes one replica of the other pool, if those left there would still do."""
-        other = self._pools[_other(role)]
+        settings, other = self._settings, self._pools[_other(role)]
         numbers, state = other.numbers, self._pools[role]
-        bounds = self._settings.range_of(_other(role))
+        bounds = settings.range_of(_other(role))
         flipper = self._flipper(now_s, role)
-        if flipper is None and self._settings.flips_in_place:
+        if flipper is None and settings.flips_in_place:
             return None
         left = numbers.num_active - 1
         if left < bounds.least or left < max(1, numbers.survivors_need, numbers.need):
@@ -316,8 +278,8 @@ class ScalingPolicy:
             # One at a time: the last one has not come yet.
             return None
         retired = self._victims(now_s, _other(role), 1) if flipper is None else (flipper.worker_id,)
-        self._note(state, now_s, "grow")
-        self._note(other, now_s, "shrink")
+        state.note_growth(now_s, settings)
+        other.note_shrinking(now_s, settings)
         return Decision(
             at_s=now_s,
             role=role,
@@ -345,7 +307,7 @@ class ScalingPolicy:
             if not retired:
                 continue
             size = numbers.num_active - len(retired)
-            self._note(state, now_s, "shrink")
+            state.note_shrinking(now_s, settings)
             why = "idle" if is_idle else "the others would still do"
             why = "above its range" if is_above else why
             state.numbers = replace(numbers, why=why)
@@ -360,13 +322,7 @@ class ScalingPolicy:
 
     def _may_shrink(self, now_s: float, role: Role) -> bool:
         settings, state = self._settings, self._pools[role]
-        if state.survivors.span_s() < state.settle_s:
-            return False
-        if state.grown_s is not None and now_s - state.grown_s < state.settle_s:
-            return False
-        if state.changed_s is not None and now_s - state.changed_s < settings.shrink_pause_s:
-            return False
-        if state.numbers.oldest_s > settings.ttft_s:
+        if not state.has_settled(now_s, settings) or state.numbers.oldest_s > settings.ttft_s:
             return False
         if role is Role.DECODE:
             # What prefill has not got through yet will come here.
@@ -381,20 +337,6 @@ class ScalingPolicy:
             count,
             by_number=self._settings.leave_by_number,
         )
-
-    def _note(self, state: _PoolState, now_s: float, kind: Literal["grow", "shrink"]) -> None:
-        settings = self._settings
-        if kind == "shrink":
-            if state.changed_s is not None and now_s - state.changed_s > 2 * state.settle_s:
-                state.settle_s = settings.settle_s
-            state.shrunk_s = now_s
-        else:
-            if state.shrunk_s is not None and now_s - state.shrunk_s <= 2 * state.settle_s:
-                # It was too small for what came: next time it waits longer.
-                state.settle_s = min(2 * state.settle_s, _MOST_PATIENCE * settings.settle_s)
-            state.shrunk_s = None
-            state.grown_s = now_s
-        state.changed_s = now_s
 
 
 def _other(role: Role) -> Role:

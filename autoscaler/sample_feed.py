@@ -23,7 +23,7 @@ class SampleFeed:
         last = {}
         for worker in workers:
             before = self._last.get(worker.worker_id)
-            if worker.life is None:
+            if worker.life is None or not worker.report:
                 # Unheard for a moment: its next report may be the one that was seen.
                 if before is not None:
                     last[worker.worker_id] = before

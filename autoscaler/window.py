@@ -45,6 +45,10 @@ class Window:
             return 0.0
         return self._values[bisect_left(self._times, self._times[-1] - seconds)]
 
+    def rise_since(self, seconds: float) -> float:
+        """Returns how much larger the newest sample is than the one of so long ago."""
+        return self.last - self.ago(seconds)
+
     def largest(self, over_s: float) -> float:
         """Returns the largest of the last seconds; 0 before the first sample."""
         return max(self._since(over_s), default=0.0)
@@ -95,6 +99,7 @@ class CounterWindow:
     def __init__(self, keep_s: float) -> None:
         """Forgets what is older than `keep_s`."""
         self._rates = Window(keep_s)
+        self._totals = Window(keep_s)
         self._last: tuple[float, float] | None = None
 
     def add(self, now_s: float, count: float) -> None:
@@ -106,7 +111,14 @@ class CounterWindow:
             # A counter that fell has started anew: what it says came since then.
             grown = count - before if count >= before else count
             self._rates.add(now_s, grown / (now_s - since_s))
+            self._totals.add(now_s, self._totals.last + grown)
+        else:
+            self._totals.add(now_s, 0.0)
         self._last = (now_s, count)
+
+    def grown(self, over_s: float) -> float:
+        """Returns how much came in the last seconds, or since the first look."""
+        return self._totals.rise_since(over_s)
 
     def per_s(self, over_s: float) -> float:
         """Returns the mean rate of the last seconds."""

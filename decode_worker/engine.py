@@ -16,7 +16,7 @@ from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
-from pdserve.rank.figures import ledger_to_wire, load_to_wire
+from pdserve.rank.figures import describe_load, ledger_to_wire
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
 from pdserve.rank.step_samples import SampledRunner, StepSamples
@@ -287,9 +287,9 @@ class DecodeEngine:
 
     def describe(self) -> rank_pb2.RankHeartbeat:
         """Returns load, ledger, links and counters."""
-        load, ledger = self._scheduler.load(), self._scheduler.ledger()
+        ledger = self._scheduler.ledger()
         counters, totals = self._scheduler.counters, self._landing.counters
-        wire_load = load_to_wire(load)
+        wire_load = describe_load(self._scheduler)
         self._samples.report_into(wire_load)
         return rank_pb2.RankHeartbeat(
             has_work=self._scheduler.has_work,

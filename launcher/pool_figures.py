@@ -15,7 +15,7 @@ from launcher.traffic_sum import TrafficSum
 from pdserve.config.cluster import ClusterConfig
 from pdserve.errors import PdserveError
 from pdserve.request import Incarnation
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from router.sample_intake import samples_from_wire
 from router.tenants import parse_api_key, parse_key_lines
 
@@ -54,6 +54,8 @@ class ClusterFigures:
         self._key = bearer(api_key)
         self._channels: dict[str, grpc.Channel] = {}
         self._sum = TrafficSum()
+        self._seen: dict[str, types_pb2.SeenReport] = {}
+        """The last report of each worker."""
         self._members: tuple[Member, ...] = ()
 
     def __enter__(self) -> Self:
@@ -86,14 +88,26 @@ class ClusterFigures:
                 if infos is None:
                     # Each router asks all workers for their figures: one of them is enough.
                     loads = stub.GetLoads(
-                        inference_pb2.GetLoadsRequest(), timeout=_TIMEOUT_S, metadata=self._key
+                        inference_pb2.GetLoadsRequest(wants_past_samples=True, seen=self._seen),
+                        timeout=_TIMEOUT_S,
+                        metadata=self._key,
                     )
                     infos = {info.worker_id: info for info in loads.workers}
+                    self._note_seen(infos)
             except grpc.RpcError:
                 continue
             answers[address] = to_traffic(server)
         traffic = None if infos is None else self._sum.add(answers)
         return Reading(workers=self._workers(infos or {}), traffic=traffic)
+
+    def _note_seen(self, infos: dict[str, inference_pb2.WorkerInfo]) -> None:
+        """Remembers which reports came: next time all later ones are asked for."""
+        for name, info in infos.items():
+            if info.load.report:
+                self._seen[name] = types_pb2.SeenReport(
+                    incarnation=info.incarnation, report=info.load.report
+                )
+        self._seen = {name: one for name, one in self._seen.items() if name in infos}
 
     def _stubs(
         self, addresses: Sequence[str]
@@ -129,6 +143,7 @@ def to_figures(member: Member, info: inference_pb2.WorkerInfo) -> WorkerFigures:
         num_running=load.num_running,
         num_held=info.ledger.held_handoffs,
         used_blocks=load.active_blocks + load.reserved_blocks,
+        reserved_blocks=load.reserved_blocks,
         total_blocks=load.total_blocks or (0 if record is None else record.total_blocks),
         life=Incarnation(info.incarnation) if info.HasField("load") else None,
         report=load.report,

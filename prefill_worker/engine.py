@@ -10,7 +10,7 @@ from pdserve.config.worker import WorkerConfig
 from pdserve.engine.batch import PendingStep, StepPlan, StepRunner
 from pdserve.engine.pipeline import StepPipeline
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
-from pdserve.rank.figures import ledger_to_wire, load_to_wire
+from pdserve.rank.figures import describe_load, ledger_to_wire
 from pdserve.rank.outbox import Outbox
 from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
 from pdserve.rank.step_samples import SampledRunner, StepSamples
@@ -245,10 +245,10 @@ class PrefillEngine:
 
     def describe(self) -> rank_pb2.RankHeartbeat:
         """Returns load, ledger, links and counters."""
-        load, ledger = self._scheduler.load(), self._scheduler.ledger()
+        ledger = self._scheduler.ledger()
         counters = self._scheduler.counters
         totals = self._desk.totals
-        wire_load = load_to_wire(load)
+        wire_load = describe_load(self._scheduler)
         self._samples.report_into(wire_load, totals.latest)
         return rank_pb2.RankHeartbeat(
             has_work=self._scheduler.has_work,

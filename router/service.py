@@ -12,7 +12,7 @@ import grpc
 from pdserve.errors import Cancelled, InvalidField, PdserveError, RequestNotFound
 from pdserve.request import RequestId, Role
 from pdserve.rpc.status import abort_with
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from pdserve.trace import parse_traceparent
 from router.active import ActiveRequest, ClientCall
 from router.auth import authorization_of
@@ -209,7 +209,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """
         # Before anybody is waited for: one that comes back meanwhile must not be missing.
         departed = self._pool.departed()
-        infos = await asyncio.gather(*(_worker_info(link) for link in self._pool.links()))
+        infos = await asyncio.gather(
+            *(_worker_info(link, _seen_of(request, link)) for link in self._pool.links())
+        )
         shown = {info.worker_id for info in infos}
         gone = [
             inference_pb2.WorkerInfo(
@@ -249,16 +251,22 @@ def describe_front(
         prompt_tokens=traffic.uncached_tokens,
         output_tokens=dispatcher.num_output_tokens,
         waiting_tokens=sum(c.request.num_prompt_tokens for c in calls if c.waiting),
-        oldest_wait_s=now_s - min(_untold_since(calls), default=now_s),
+        oldest_wait_s=now_s - min(_waiting_since(calls, pool.links()), default=now_s),
         num_fronts=1,
         processes=[process],
     )
 
 
-def _untold_since(calls: Iterable[ClientCall]) -> Iterator[float]:
-    """Yields when each request that has no token yet was received."""
+def _waiting_since(calls: Iterable[ClientCall], links: Iterable[WorkerLink]) -> Iterator[float]:
+    """Yields when each request was received that waits for others.
+
+    It has no token, and no worker says that it computes the prompt: whoever is not heard of, or
+    computes something else, hides no queue.
+    """
+    computing = {name for link in links if link.load is not None for name in link.load.computing}
     for call in calls:
-        if all(one.times.first_token_s is None for one in call.samples):
+        is_told = any(one.times.first_token_s is not None for one in call.samples)
+        if not is_told and computing.isdisjoint(one.wire_id for one in call.samples):
             yield call.received_s
 
 
@@ -271,9 +279,21 @@ def _origin_of(context: AnyContext) -> Origin:
     return Origin(trace_id=parse_traceparent(values))
 
 
-async def _worker_info(link: WorkerLink) -> inference_pb2.WorkerInfo:
+def _seen_of(
+    request: inference_pb2.GetLoadsRequest, link: WorkerLink
+) -> types_pb2.SeenReport | None:
+    """Returns which report of a worker a caller had last; None if it wants no earlier ones."""
+    if not request.wants_past_samples:
+        return None
+    name = link.key.worker_id
+    return request.seen[name] if name in request.seen else types_pb2.SeenReport()
+
+
+async def _worker_info(
+    link: WorkerLink, seen: types_pb2.SeenReport | None
+) -> inference_pb2.WorkerInfo:
     try:
-        info = await link.get_status(STATUS_TIMEOUT_S)
+        info = await link.get_status(STATUS_TIMEOUT_S, seen)
     except PdserveError as error:
         record = link.record
         state = FLIPPING if link.is_flipping else "lost" if link.is_lost else "silent"
@@ -287,6 +307,10 @@ async def _worker_info(link: WorkerLink) -> inference_pb2.WorkerInfo:
             rank_pids=record.rank_pids,
             load=link.load,
         )
+        if info.HasField("load"):
+            # No report: what it measured is told once it answers.
+            info.load.ClearField("report")
+            info.load.ClearField("samples")
     info.address = link.record.address
     return info
 

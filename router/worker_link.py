@@ -151,10 +151,13 @@ class WorkerLink:
         answer = await self._answer(self._stub.Cancel(request, timeout=timeout_s))
         return answer.was_known
 
-    async def get_status(self, timeout_s: float) -> inference_pb2.WorkerInfo:
-        """Asks for figures and the ledger; raises as `submit` does."""
+    async def get_status(
+        self, timeout_s: float, seen: types_pb2.SeenReport | None = None
+    ) -> inference_pb2.WorkerInfo:
+        """Asks for figures and the ledger, and samples since a report; raises as `submit` does."""
         self._check_usable()
-        call = self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+        request = worker_pb2.GetStatusRequest(seen=seen)
+        call = self._stub.GetStatus(request, timeout=timeout_s)
         return (await self._answer(call)).worker
 
     def watch_cache(

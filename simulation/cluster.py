@@ -114,7 +114,7 @@ class Cluster:
 
     def traffic(self) -> Traffic:
         """Returns what the router has seen, as a front of production tells it."""
-        seen = self._meter, self.run_so_far.num_output_tokens, self._admission
+        seen = self.nodes, self._meter, self.run_so_far.num_output_tokens, self._admission
         return sum_traffic(self.queue.now(), self._journeys.values(), *seen)
 
     def run(self, workload: Workload, until_s: float = inf) -> ClusterRun:

@@ -5,6 +5,7 @@ from itertools import count
 from typing import Protocol
 
 from autoscaler.figures import Reading, Traffic, WorkerFigures
+from pdserve.engine.scheduler import Stage
 from router.admission import Admission
 from router.traffic import TrafficMeter
 from simulation.clock import EventQueue
@@ -75,6 +76,7 @@ class SimulatedFigures:
             num_running=load.num_running,
             num_held=0 if isinstance(node, DecodeNode) else node.scheduler.num_held,
             used_blocks=load.active_blocks + load.reserved_blocks,
+            reserved_blocks=load.reserved_blocks,
             total_blocks=load.total_blocks,
             block_size=profile.block_size,
             max_num_seqs=profile.max_num_seqs,
@@ -88,21 +90,31 @@ class SimulatedFigures:
 def sum_traffic(
     now_s: float,
     journeys: Collection[Journey],
+    nodes: Nodes,
     meter: TrafficMeter,
     num_output_tokens: int,
     admission: Admission,
 ) -> Traffic:
-    """Returns what a router with these requests tells of them."""
-    untold = (one.arrival.at_s for one in journeys if one.first_s is None)
+    """Returns what a router with these requests, and workers, tells of them."""
+    waiting = (
+        one.arrival.at_s for one in journeys if one.first_s is None and not _is_computed(one, nodes)
+    )
     return Traffic(
         num_arrived=meter.num_arrived,
         prompt_tokens=meter.uncached_tokens,
         output_tokens=num_output_tokens,
         num_waiting=admission.num_waiting,
         waiting_tokens=sum(one.request.num_prompt_tokens for one in journeys if one.is_waiting),
-        oldest_s=now_s - min(untold, default=now_s),
+        oldest_s=now_s - min(waiting, default=now_s),
         num_in_flight=admission.num_in_flight,
     )
+
+
+def _is_computed(journey: Journey, nodes: Nodes) -> bool:
+    """Says whether a worker computes its prompt."""
+    key = journey.decode if journey.prefill is None else journey.prefill
+    node = None if key is None else nodes.find(key)
+    return node is not None and node.scheduler.stage_of(journey.request_id) is Stage.COMPUTING
 
 
 def _as_it_is(now_s: float, reading: Reading) -> Reading:

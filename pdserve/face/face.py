@@ -280,7 +280,7 @@ class Face:
         self._monitor.observe(heartbeat.progress, heartbeat.predicted_step_s)
         self._collector.observe(heartbeat)
         self._collector.num_refused = 0 if self._ranks is None else self._ranks.num_refused
-        self._streams.remember(self._live.heartbeat.load.samples)
+        self._streams.remember(self._live.heartbeat.load)
         self._live.heartbeat = heartbeat
         if heartbeat.is_drained:
             self._drained.set()

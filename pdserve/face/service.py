@@ -147,7 +147,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         ],
     ) -> worker_pb2.GetStatusResponse:
         """Returns identity, load, ledger and links as of the last heartbeat."""
-        return worker_pb2.GetStatusResponse(worker=self._live.describe())
+        worker = self._live.describe()
+        if request.HasField("seen"):
+            # Of another life nothing counts as seen.
+            is_ours = request.seen.incarnation == worker.incarnation
+            self._streams.fill_in(worker.load, request.seen.report if is_ours else 0)
+        return worker_pb2.GetStatusResponse(worker=worker)
 
 
 def _sample_ids(spec: types_pb2.RequestSpec) -> tuple[RequestId, ...]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from pdserve.face.past_samples import PastSamples
@@ -58,9 +58,21 @@ class FrontStreams:
         else:
             self._gone_since_s.setdefault(front_id, self._clock.now())
 
-    def remember(self, samples: Iterable[types_pb2.StepSample]) -> None:
+    def remember(self, load: types_pb2.WorkerLoad) -> None:
         """Keeps samples of a report that the next one has replaced."""
-        self._past_samples.add(samples)
+        self._past_samples.add(load)
+
+    def fill_in(self, load: types_pb2.WorkerLoad, report: int) -> None:
+        """Gives a report the samples of all that came after an earlier one, its own included.
+
+        Args:
+            load: a copy of the present report.
+            report: the number of the one that somebody has had last; 0: none of this life.
+        """
+        own = list(load.samples) if load.report > report else []
+        samples = [*self._past_samples.since(report), *own]
+        del load.samples[:]
+        load.samples.extend(samples)
 
     async def serve(
         self, request: worker_pb2.StreamRequest

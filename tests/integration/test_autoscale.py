@@ -1,6 +1,7 @@
 """Pools of a real cluster on the CPU that grow and shrink under load, and lose no request."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tests.support.models import tiny_llama_folder  # noqa: F401
 SETTINGS = ScalingSettings(
     prefill=PoolRange(least=1, most=2),
     decode=PoolRange(least=1, most=2),
-    ttft_s=0.3,
+    ttft_s=0.6,
     tpot_s=0.5,
     rate_window_s=4.0,
     settle_s=6.0,
@@ -36,15 +37,22 @@ SETTINGS = ScalingSettings(
 )
 SLOW = FaultConfig(step_delay_s=0.25)
 """One prefill replica does not keep up with twelve clients."""
+LIGHT_PAUSE_S = 4.0
+"""Of one client between two requests: with less, one would wait for another too often."""
 
 
-async def ask_until(client: HarnessClient, stopped: asyncio.Event, number: int) -> int:
+async def ask_until(
+    client: HarnessClient, stopped: asyncio.Event, number: int, pause_s: float = 0.0
+) -> int:
     num_done = 0
     while not stopped.is_set():
         prompt = [3 + (number * 31 + num_done * 7 + i) % 200 for i in range(200)]
         found = await client.generate(prompt_ids=prompt, max_tokens=12, ignore_eos=True)
         assert len(found.token_ids) == 12
         num_done += 1
+        if pause_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), pause_s)
     return num_done
 
 
@@ -59,7 +67,7 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
     tiny_llama_folder: Path,  # noqa: F811
 ) -> None:
     lines: list[str] = []
-    # Samples of steps come with heartbeats, of which the controller reads one a second.
+    # Samples of steps come with heartbeats, two for each look of the controller.
     with running_cluster(tiny_llama_folder, prefill_faults=SLOW, heartbeat_s=0.5) as harness:
         cluster = harness.cluster
         with autoscale_launched(
@@ -76,7 +84,7 @@ async def test_C15_pool_grows_and_shrinks_under_load_and_no_request_fails(
                 await wait_until_async(has_grown, 60, "prefill has grown")
                 # Those that go on see their pool shrink under them.
                 few = asyncio.Event()
-                light = asyncio.create_task(ask_until(client, few, 99))
+                light = asyncio.create_task(ask_until(client, few, 99, LIGHT_PAUSE_S))
                 stopped.set()
                 done = await asyncio.gather(*tasks)
                 assert min(done) >= 1

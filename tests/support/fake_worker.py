@@ -189,12 +189,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_frozen = False
         self.num_streams = 0
         self.num_status_calls = 0
+        self.computing: list[str] = []
+        """Whose prompts it says that it computes."""
         self.specs: list[types_pb2.RequestSpec] = []
         self.placements: list[tuple[str, int]] = []
         self._port = port
         self._clock = MonotonicClock()
         self._log = TokenLog(self._clock)
         self._streams = FrontStreams(self._log, self.incarnation, self._clock, self._stand)
+        self._reported = types_pb2.WorkerLoad()
         self.cache_log = CacheEventLog()
         self.cache = CacheStreams(self.incarnation, self.cache_log, pause_s=0.0)
         self.tells_cache = False
@@ -264,7 +267,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def remember(self, samples: Sequence[types_pb2.StepSample]) -> None:
         """Has measured this before anybody listened."""
-        self._streams.remember(samples)
+        self._streams.remember(types_pb2.WorkerLoad(samples=samples))
+
+    def report(self, *samples: types_pb2.StepSample) -> None:
+        """Has a heartbeat with what was measured since the last one."""
+        self._streams.remember(self._reported)
+        number = self._reported.report + 1
+        self._reported = types_pb2.WorkerLoad(report=number, samples=samples)
 
     def break_streams(self) -> None:
         """Cuts all token streams; everything else goes on."""
@@ -272,10 +281,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             event.set()
 
     def _stand(self) -> Standing:
+        load = types_pb2.WorkerLoad(num_running=len(self.held), computing=self.computing)
+        load.MergeFrom(self._reported)
         return Standing(
-            load=types_pb2.WorkerLoad(num_running=len(self.held)),
-            is_draining=self.script.is_draining,
-            is_flipping=self.script.is_flipping,
+            load=load, is_draining=self.script.is_draining, is_flipping=self.script.is_flipping
         )
 
     async def Submit(
@@ -400,7 +409,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             rank_pids=[1001],
             ledger=types_pb2.Ledger(sequences=len(self.held)),
             links=[inference_pb2.LinkInfo(peer_worker_id="other", transport="fake")],
+            load=self._stand().load,
         )
+        if request.HasField("seen"):
+            is_ours = request.seen.incarnation == self.incarnation
+            self._streams.fill_in(info.load, request.seen.report if is_ours else 0)
         return worker_pb2.GetStatusResponse(worker=info)
 
     async def _prefill(self, held: _Held, target: worker_pb2.DecodeTarget) -> None:

@@ -656,7 +656,7 @@ class GetServerInfoResponse(_message.Message):
     waiting_tokens: _builtins.int
     """Prompts of the requests that no worker has."""
     oldest_wait_s: _builtins.float
-    """Age of the oldest request without a token."""
+    """Age of the oldest request that waits for others: without a token, and no worker says that it computes the prompt."""
     num_fronts: _builtins.int
     """That share this port; all figures are of all of them together."""
     is_partial: _builtins.bool
@@ -740,12 +740,44 @@ Global___RouterProcess: _TypeAlias = RouterProcess  # noqa: Y015
 class GetLoadsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SeenEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _types_pb2.SeenReport: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _types_pb2.SeenReport | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WANTS_PAST_SAMPLES_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
+    wants_past_samples: _builtins.bool
+    """Samples of earlier reports come as well, as far as they are kept: of all that came later than those in `seen`."""
+    @_builtins.property
+    def seen(self) -> _containers.MessageMap[_builtins.str, _types_pb2.SeenReport]:
+        """By worker id."""
+
     def __init__(
         self,
+        *,
+        wants_past_samples: _builtins.bool = ...,
+        seen: _abc.Mapping[_builtins.str, _types_pb2.SeenReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seen", b"seen", "wants_past_samples", b"wants_past_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -468,6 +468,7 @@ class WorkerLoad(_message.Message):
     ACTIVE_BLOCKS_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    COMPUTING_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     num_running: _builtins.int
     queued_tokens: _builtins.int
@@ -482,6 +483,10 @@ class WorkerLoad(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSample]:
         """Some of the steps and hand-offs since the last report, as measured."""
 
+    @_builtins.property
+    def computing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests whose prompts are being computed; of many, those for longest."""
+
     def __init__(
         self,
         *,
@@ -495,14 +500,39 @@ class WorkerLoad(_message.Message):
         active_blocks: _builtins.int = ...,
         report: _builtins.int = ...,
         samples: _abc.Iterable[Global___StepSample] | None = ...,
+        computing: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens", "report", b"report", "reserved_blocks", b"reserved_blocks", "samples", b"samples", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "cached_blocks", b"cached_blocks", "computing", b"computing", "free_blocks", b"free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens", "report", b"report", "reserved_blocks", b"reserved_blocks", "samples", b"samples", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class SeenReport(_message.Message):
+    """Which report of a worker somebody has had last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    report: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        report: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeenReport: _TypeAlias = SeenReport  # noqa: Y015
 
 @_typing.final
 class StepSample(_message.Message):

@@ -727,12 +727,19 @@ Global___StreamBatch: _TypeAlias = StreamBatch  # noqa: Y015
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SEEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def seen(self) -> _types_pb2.SeenReport:
+        """The load comes with the samples of all later reports, as far as they are kept; without this, of the last one."""
+
     def __init__(
         self,
+        *,
+        seen: _types_pb2.SeenReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["seen", b"seen"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seen", b"seen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+from autoscaler.demand import Demand
 from autoscaler.figures import Traffic
 from autoscaler.need import FORESEEN
 from autoscaler.reserve import BurstMemory
 from autoscaler.roster import Roster
+from pdserve.predictor.predictor import Predictor
 from pdserve.request import Role
 from tests.unit.autoscaler.test_parts import figures
-from tests.unit.autoscaler.test_policy import BUSY, Clocked, kinds, worker
+from tests.unit.autoscaler.test_policy import BUSY, PROFILE, SETTINGS, Clocked, kinds, worker
 
 
 class Memory:
@@ -86,11 +88,32 @@ def test_decode_grows_for_what_prefill_is_about_to_send_while_prompts_still_wait
             prompt_tokens=2000 * second,
             output_tokens=400 * second,
         )
-        assert clocked.see(*pair, traffic=traffic) == []
+        # 0.42 s of prefill a second.
+        calm = replace(pair[0], num_running=int(second % 5 < 2))
+        assert clocked.see(calm, pair[1], traffic=traffic) == []
     assert isinstance(traffic, Traffic)
-    many = [worker(f"prefill-{i}", queued_tokens=200_000, num_running=1) for i in range(8)]
+    full = replace(pair[0], queued_tokens=200_000, num_waiting=200)
+    many = [replace(full, worker_id=f"prefill-{i}") for i in range(8)]
     decisions = clocked.see(*many, pair[1], traffic=replace(traffic, oldest_s=5.0), seconds=2)
     # Eight send 38 prompts a second, of 200 tokens: at 50 ms each that is 8 replicas; two for now.
     assert ("grow", Role.DECODE, 2) in kinds(decisions)
     grown = next(one for one in decisions if one.role is Role.DECODE)
     assert grown.numbers.why == FORESEEN
+
+
+def test_outputs_that_are_still_to_be_made_are_reckoned_with_where_many_came_at_once() -> None:
+    # A hundred tokens each: ten have ended, ten are half made, and forty have not begun.
+    settings = replace(SETTINGS, rate_window_s=30.0)
+    demand = Demand(settings, Predictor([PROFILE]))
+    roster = Roster(lost_s=5.0, start_s=20.0, drain_s=10.0)
+    calm = (worker("prefill-0"), worker("decode-0"))
+    full = (worker("prefill-0", num_running=1, num_waiting=39), worker("decode-0", num_running=10))
+    for second, workers in enumerate((calm, full)):
+        roster.update(float(second), workers)
+        tokens = 60_000 * second
+        traffic = replace(
+            BUSY, num_arrived=60 * second, prompt_tokens=tokens, output_tokens=1500 * second
+        )
+        demand.note(float(second), traffic, roster)
+    need = demand.needs(Role.DECODE)[0]
+    assert demand.replicas_for(Role.DECODE, need, 60.0) == 6

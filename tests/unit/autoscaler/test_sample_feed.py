@@ -74,6 +74,16 @@ def test_report_is_not_new_because_its_worker_was_unheard_for_a_moment() -> None
     assert predictor.qualities()[0].num_samples == 8 - NUM_WARM_UP_SAMPLES
 
 
+def test_figures_that_are_not_a_workers_own_report_are_none_that_was_seen() -> None:
+    predictor = Predictor()
+    feed = SampleFeed(predictor)
+    shown = reporter(1, *[prompt(100, 0.001)] * 8)
+    # From a router's memory, while the worker did not answer.
+    for one in (shown, replace(shown, report=0, samples=()), shown):
+        feed.take([one])
+    assert predictor.qualities()[0].num_samples == 8 - NUM_WARM_UP_SAMPLES
+
+
 def test_C16_first_samples_of_each_life_say_nothing() -> None:
     predictor = Predictor()
     feed = SampleFeed(predictor)
@@ -89,6 +99,7 @@ def test_prompt_of_several_steps_pays_the_fixed_cost_of_each() -> None:
         requests_per_s=1.0,
         tokens_per_s=1000.0,
         backlog_tokens=0,
+        num_prompts=0,
         oldest_s=0.0,
         num_serving=1,
         busy_replicas=0.0,
@@ -178,6 +189,29 @@ def test_decisions_say_what_was_predicted_and_from_how_much() -> None:
     grown = next(line for line in lines if line.startswith("prefill: grow 1 -> 2: arrivals"))
     assert "prompt 501 ms predicted (" in grown
     assert " samples, error 0%)" in grown
+
+
+def test_samples_of_a_round_that_an_order_overtook_are_not_lost() -> None:
+    class Moving(Fleet):
+        def read(self) -> Reading:
+            # Between this look and the decision somebody flips a replica.
+            reading = super().read()
+            if self.num_reports > 1:
+                controller.flip("decode-0", Role.PREFILL)
+            return reading
+
+        def flip(self, worker_id: str, role: Role) -> None:
+            self.sizes[role] = self.sizes.get(role, 1)
+
+    fleet, clock, predictor = Moving(0.001), ManualClock(), Predictor()
+    bounds = PoolRange(least=1, most=8)
+    controller = Controller(
+        ScalingSettings(prefill=bounds, decode=bounds), fleet, fleet, clock, predictor=predictor
+    )
+    for _ in range(20):
+        clock.advance(1.0)
+        assert controller.tick() == ()
+    assert {one.num_samples for one in predictor.qualities()} == {20 - NUM_WARM_UP_SAMPLES}
 
 
 def test_controller_stops_when_it_is_told_to() -> None:

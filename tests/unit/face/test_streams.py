@@ -88,10 +88,15 @@ def decode_sample(seconds: float) -> types_pb2.StepSample:
     return types_pb2.StepSample(seconds=seconds, decode=types_pb2.DecodeStep(num_sequences=1))
 
 
+def report_of(number: int, *samples: types_pb2.StepSample) -> types_pb2.WorkerLoad:
+    return types_pb2.WorkerLoad(report=number, samples=samples)
+
+
 async def test_a_front_that_learned_nothing_yet_is_told_of_earlier_reports_once() -> None:
     streams = make_streams(ManualClock())
-    streams.remember([decode_sample(0.1), decode_sample(0.2)])
-    streams.remember([types_pb2.StepSample(seconds=0.3, transfer=types_pb2.Transfer(num_bytes=9))])
+    transfer = types_pb2.StepSample(seconds=0.3, transfer=types_pb2.Transfer(num_bytes=9))
+    streams.remember(report_of(1, decode_sample(0.1), decode_sample(0.2)))
+    streams.remember(report_of(2, transfer))
     request = worker_pb2.StreamRequest(front_id=FRONT, wants_past_samples=True)
     batches = streams.serve(request)
     assert [one.seconds for one in (await anext(batches)).past_samples] == [0.1, 0.2, 0.3]
@@ -105,12 +110,15 @@ async def test_a_front_that_learned_nothing_yet_is_told_of_earlier_reports_once(
 
 def test_only_the_last_samples_of_each_kind_are_kept() -> None:
     past = PastSamples()
-    past.add(decode_sample(float(number)) for number in range(1000))
-    past.add([types_pb2.StepSample(seconds=7.0, prefill=types_pb2.PrefillStep(num_tokens=3))])
+    for number in range(1000):
+        past.add(report_of(number, decode_sample(float(number))))
+    prefill = types_pb2.StepSample(seconds=7.0, prefill=types_pb2.PrefillStep(num_tokens=3))
+    past.add(report_of(1000, prefill))
     found = list(past)
     assert len(found) == MAX_SAMPLES_A_KIND + 1
     assert (found[0].seconds, found[-2].seconds) == (1000 - MAX_SAMPLES_A_KIND, 999.0)
     assert found[-1].WhichOneof("kind") == "prefill"
+    assert [one.seconds for one in past.since(998)] == [999.0, 7.0]
 
 
 async def test_streams_that_end_say_first_what_is_left() -> None:

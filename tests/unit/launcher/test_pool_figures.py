@@ -1,51 +1,70 @@
-"""What an autoscaler and `pdserve flip --wait` see of a replica."""
+"""What an autoscaler sees of workers, through a router."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
 
 import pytest
 
+from autoscaler.sample_feed import SampleFeed
 from launcher.pool import Member
-from launcher.pool_figures import to_figures
-from pdserve.registry.base import WorkerRecord
-from pdserve.request import Incarnation, Role, WorkerId
-from pdserve.rpc.v1 import inference_pb2
+from launcher.pool_figures import ClusterFigures
+from pdserve.predictor.predictor import NUM_WARM_UP_SAMPLES, Predictor
+from pdserve.request import Role
+from pdserve.rpc.v1 import types_pb2
+from tests.support.fake_worker import FakeWorker
+from tests.support.router_harness import Cluster, run_cluster
+from tests.support.text_models import make_text_model
 
-RECORD = WorkerRecord(
-    worker_id=WorkerId("prefill-1"),
-    role=Role.DECODE,
-    incarnation=Incarnation(8),
-    address="127.0.0.1:1",
-    metrics_address="127.0.0.1:2",
-    state="ready",
-    compatibility_digest=b"",
-    geometry="",
-    model="m",
-    max_model_len=128,
-    total_blocks=10,
-    block_size=16,
-    face_pid=1,
-    rank_pids=(2,),
-)
+
+class Launched:
+    """A launcher that has started one decode worker."""
+
+    def __init__(self, cluster: Cluster, worker: FakeWorker) -> None:
+        self.cluster = cluster
+        self.worker = worker
+
+    def members(self) -> tuple[Member, ...]:
+        one = Member(
+            worker_id=self.worker.worker_id,
+            role=Role.DECODE,
+            face_pid=1,
+            num_restarts=0,
+            is_draining=False,
+            record=self.worker.record(),
+        )
+        return (one,)
+
+    def router_addresses(self) -> tuple[str, ...]:
+        return (f"127.0.0.1:{self.cluster.port}",)
 
 
 @pytest.mark.parametrize(
-    ("record", "incarnation", "state", "is_heard"),
+    ("num_reports", "frozen_looks"),
     [
-        (RECORD, 8, "ready", True),
-        (RECORD, 7, "ready", False),
-        (RECORD, 7, "flipping", False),
-        (RECORD, 8, "silent", False),
-        (None, 7, "ready", False),
+        pytest.param([1] * 12, (), id="a report a look"),
+        pytest.param([5] * 6, (), id="five reports a look"),
+        pytest.param([1, 0, 0] * 6, (), id="three looks a report"),
+        pytest.param([3, 1, 0, 7, 2, 4], (), id="anyhow"),
+        pytest.param([2] * 8, (3, 4), id="a worker that does not answer for a while"),
     ],
 )
-def test_replica_is_heard_once_the_router_knows_its_present_life(
-    record: WorkerRecord | None, incarnation: int, state: str, is_heard: bool
+async def test_each_sample_is_learned_once_however_often_is_reported_and_looked(
+    num_reports: Sequence[int], frozen_looks: Sequence[int], tmp_path: Path
 ) -> None:
-    member = Member(
-        worker_id="prefill-1",
-        role=Role.DECODE,
-        face_pid=1,
-        num_restarts=0,
-        is_draining=False,
-        record=record,
-    )
-    info = inference_pb2.WorkerInfo(worker_id="prefill-1", incarnation=incarnation, state=state)
-    assert to_figures(member, info).is_heard is is_heard
+    predictor, numbers = Predictor(), count(1)
+    feed = SampleFeed(predictor)
+    # It goes on to stream while it answers no call.
+    async with run_cluster(make_text_model(tmp_path), worker_silence_s=60.0) as cluster:
+        worker = await cluster.add("d0")
+        await cluster.ready(1)
+        with ClusterFigures(Launched(cluster, worker), None) as figures:
+            for look, reports in enumerate(num_reports):
+                for _ in range(reports):
+                    step = types_pb2.DecodeStep(num_sequences=next(numbers))
+                    worker.report(types_pb2.StepSample(seconds=0.1, decode=step))
+                worker.is_frozen = look in frozen_looks
+                feed.take((await asyncio.to_thread(figures.read)).workers)
+    (quality,) = predictor.qualities()
+    assert quality.num_samples == sum(num_reports) - NUM_WARM_UP_SAMPLES

@@ -20,8 +20,9 @@ from pdserve.errors import (
     TooLong,
 )
 from pdserve.log import JsonFormatter
+from pdserve.request import Role
 from pdserve.rpc.server import open_channel
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests.support.fake_worker import Script, expected_tokens
 from tests.support.router_harness import (
     PROMPT,
@@ -328,6 +329,85 @@ async def test_loads_show_every_worker_even_a_frozen_one(cluster):
     assert by_id["d1"].state == "silent"
     info = await cluster.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())
     assert (info.num_prefill, info.num_decode) == (1, 2)
+
+
+def _decode_sample(seconds: float) -> types_pb2.StepSample:
+    return types_pb2.StepSample(seconds=seconds, decode=types_pb2.DecodeStep(num_sequences=1))
+
+
+async def test_loads_come_with_the_samples_of_all_reports_that_the_caller_has_not_had(cluster):
+    await _pair(cluster)
+    worker = cluster.network.workers[_key(cluster, "d0")]
+    for number in (1, 2, 3):
+        worker.report(_decode_sample(float(number)))
+
+    async def told(**wanted: object) -> list[float]:
+        request = inference_pb2.GetLoadsRequest(**wanted)
+        answer = await cluster.stub.GetLoads(request, timeout=5)
+        (load,) = [one.load for one in answer.workers if one.worker_id == "d0"]
+        return [sample.seconds for sample in load.samples]
+
+    def seen(report: int, incarnation: int = worker.incarnation) -> dict[str, object]:
+        one = types_pb2.SeenReport(incarnation=incarnation, report=report)
+        return {"wants_past_samples": True, "seen": {"d0": one}}
+
+    assert await told() == [3.0]
+    assert await told(wants_past_samples=True) == [1.0, 2.0, 3.0]
+    assert await told(**seen(1)) == [2.0, 3.0]
+    assert await told(**seen(3)) == []
+    # What was seen of another life is nothing of this one.
+    assert await told(**seen(3, incarnation=5)) == [1.0, 2.0, 3.0]
+
+
+async def test_figures_from_memory_are_no_report_of_the_worker(cluster):
+    await _pair(cluster)
+    worker = cluster.network.workers[_key(cluster, "d0")]
+    worker.report(_decode_sample(1.0))
+    link = cluster.front.pool.link(worker.key)
+    await eventually(lambda: link.load is not None and link.load.report == 1)
+    worker.is_frozen = True
+    answer = await cluster.stub.GetLoads(
+        inference_pb2.GetLoadsRequest(wants_past_samples=True), timeout=5
+    )
+    (info,) = [one for one in answer.workers if one.worker_id == "d0"]
+    assert info.state == "silent"
+    assert (info.load.report, len(info.load.samples)) == (0, 0)
+
+
+async def _oldest_wait_s(cluster: Cluster) -> float:
+    info = await cluster.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=5)
+    return info.oldest_wait_s
+
+
+async def test_prompt_that_a_worker_computes_waits_for_nobody_and_any_other_one_does(cluster):
+    prefill = await cluster.add("p0", Script(hold_first_token_s=30.0))
+    await cluster.add("d0")
+    await cluster.ready(2)
+    link = cluster.front.pool.link(prefill.key)
+
+    async def says(*names: str) -> None:
+        prefill.computing = list(names)
+        await eventually(lambda: link.load is not None and tuple(link.load.computing) == names)
+
+    calls = [asyncio.create_task(generate(cluster, request_for(request_id="long")))]
+    await eventually(lambda: len(prefill.specs) == 1)
+    assert await _oldest_wait_s(cluster) > 0
+    await says("long")
+    assert await _oldest_wait_s(cluster) == 0
+    calls.append(asyncio.create_task(generate(cluster, request_for(request_id="behind"))))
+    await eventually(lambda: len(prefill.specs) == 2)
+    behind_s = await _oldest_wait_s(cluster)
+    await says()
+    # Nobody vouches for the first one any more: all of its age counts.
+    assert 0 < behind_s < await _oldest_wait_s(cluster)
+    await says("long", "behind")
+    assert await _oldest_wait_s(cluster) == 0
+    await prefill.die()
+    await eventually(lambda: cluster.front.pool.num_available(Role.PREFILL) == 0)
+    assert await _oldest_wait_s(cluster) > 0
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
 
 
 async def test_loads_are_answered_when_a_worker_is_lost_in_the_middle(cluster):

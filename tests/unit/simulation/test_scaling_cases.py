@@ -13,7 +13,7 @@ from simulation.generators import make_shaped
 from simulation.load_shapes import bursts, idle, step, sway
 from simulation.record import Outcome
 from simulation.workload import Arrival, Piece, make_workload
-from tests.support.scaled_load import ScaledLoad
+from tests.support.scaled_load import ScaledLoad, fixed
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,15 @@ def test_G9_load_that_sways_by_a_fifth_makes_no_more_than_one_reversal_in_ten_mi
     assert max(pool.reversals for pool in outcome.pools.values()) <= 1
 
 
-@pytest.mark.parametrize("profiles", [None, (PROFILE,), ()], ids=["right", "wrong", "none"])
+FAR_TOO_FAST = replace(PROFILE, prefill=(0.002, 0.00004, 0.0))
+FAR_TOO_SLOW = replace(PROFILE, prefill=(0.4, 0.008, 0.0))
+
+
+@pytest.mark.parametrize(
+    "profiles",
+    [None, (PROFILE,), (), (FAR_TOO_FAST,), (FAR_TOO_SLOW,)],
+    ids=["right", "wrong", "none", "far too fast", "far too slow"],
+)
 def test_dynamos_queue_of_160_seconds_cannot_build_up(profiles: tuple[object, ...] | None) -> None:
     # Ten times as many prompts at once, that take twice as long as a profile told.
     slow = replace(PROFILE, prefill=(0.04, 0.0008, 0.0))
@@ -67,9 +75,30 @@ def test_prompts_that_are_late_on_any_replica_do_not_make_a_pool_grow_and_grow()
     workload = make_workload("long prompts", [*plain.arrivals, *long])
     load = ScaledLoad(lambda _: 0.6, 600.0, sizes=(2, 1), workload=workload)
     load.run()
-    # Twice the need; without that bound it ended with 11.
-    assert max(load.sizes(Role.PREFILL, 0.0, 600.0)) <= 4
+    # A rule that took each long prompt for a queue ended with 11.
+    assert max(load.sizes(Role.PREFILL, 0.0, 600.0)) <= 3
     assert {one.outcome for one in load.result.records} == {Outcome.DONE}
+
+
+def test_prompt_that_is_computed_waits_for_nobody_and_the_one_behind_it_does() -> None:
+    # The first takes 10 s by itself, on the only replica.
+    prompts = ((1.0, 24_000), (3.0, 500))
+    arrivals = [
+        Arrival(at_s=at_s, pieces=(Piece(number, size),), num_output_tokens=5)
+        for number, (at_s, size) in enumerate(prompts)
+    ]
+    load = ScaledLoad(
+        lambda _: 0.2,
+        10.0,
+        sizes=(1, 1),
+        settings=fixed(1, 1),
+        workload=make_workload("two", arrivals),
+    )
+    load.run()
+    oldest_s = {at_s: one.traffic.oldest_s for at_s, one in load.readings.items() if one.traffic}
+    assert oldest_s[2.0] == 0.0
+    assert oldest_s[9.0] == 6.0
+    assert oldest_s[12.0] == 0.0
 
 
 def test_C18_nothing_changes_and_nothing_fails_while_registry_and_router_are_away() -> None:
