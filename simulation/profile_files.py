@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from pdserve.errors import ConfigError
-from pdserve.predictor.profile import Profile, profile_from_json
+from pdserve.predictor.profile import Profile
+from pdserve.predictor.profile_files import read_profiles
 
 SHIPPED = Path(__file__).parent / "profiles"
 
@@ -33,11 +34,9 @@ def find_profile(name: str, model: str) -> Profile:
             settings=("gpu",),
         )
     try:
-        profile = profile_from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"gpu: profile {path} cannot be read: {error}", settings=("gpu",)
-        ) from error
+        (profile,) = read_profiles((str(path),))
+    except ConfigError as error:
+        raise ConfigError(f"gpu: {error}", settings=("gpu",)) from error
     measured = profile.detail.get("model")
     if measured is not None and measured != model:
         raise ConfigError(
