@@ -90,8 +90,14 @@ def measure(config: WorkerConfig, model: str, link_bytes_per_s: float) -> Profil
         )
         loaded = load_rank(config, arguments, MonotonicClock(), _tell_phase)
     stand = _make_stand(loaded)
-    prefill = [_prefill_sample(stand, *size) for size in _prefill_sizes(stand)]
-    decode = [_decode_sample(stand, *size) for size in _decode_sizes(stand)]
+    prefill_sizes, decode_sizes = tuple(_prefill_sizes(stand)), tuple(_decode_sizes(stand))
+    if not prefill_sizes or not decode_sizes:
+        raise ConfigError(
+            f"no step to measure fits {stand.kv_tokens} KV tokens and a context of "
+            f"{stand.max_model_len}"
+        )
+    prefill = [_prefill_sample(stand, *size) for size in prefill_sizes]
+    decode = [_decode_sample(stand, *size) for size in decode_sizes]
     engine = stand.engine
     device = "cpu" if engine.device == "cpu" else torch.cuda.get_device_name()
     prefill_law, prefill_error = _fit(prefill)

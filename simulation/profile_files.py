@@ -1,5 +1,6 @@
 """Finds a profile: a file of the user's, or one that comes with the project."""
 
+import os
 from pathlib import Path
 
 from pdserve.errors import ConfigError
@@ -25,7 +26,8 @@ def find_profile(name: str, model: str) -> Profile:
         ConfigError: there is none, it cannot be read, or it is another model's.
     """
     shipped = [SHIPPED / f"{name}-{model}.json", SHIPPED / f"{name}.json"]
-    path = next((one for one in [Path(name), *shipped] if one.is_file()), None)
+    # Unlike Path's, it says no to what is too long for a name.
+    path = next((one for one in [Path(name), *shipped] if os.path.isfile(one)), None)
     if path is None:
         known = ", ".join(list_profiles())
         raise ConfigError(

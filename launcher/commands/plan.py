@@ -21,7 +21,7 @@ from simulation.profile_files import find_profile
 from simulation.report import Slo
 from simulation.sampling import check_durations, take_busiest
 from simulation.scaled_plan import ScaledPlan, make_scaled_plan
-from simulation.search import Plan, Search, Trial, coarse
+from simulation.search import Plan, Search, Trial, coarse, usable_tokens
 from simulation.shape import Scaling
 from simulation.traces import read_trace
 from simulation.workload import Workload, limit_lengths, scale_lengths, scale_rate
@@ -87,7 +87,7 @@ def plan(
         workload = scale_lengths(workload, divide_lengths)
     if rate != 1.0:
         workload = scale_rate(workload, rate)
-    workload = limit_lengths(workload, min(profile.kv_tokens for profile in profiles))
+    workload = limit_lengths(workload, min(usable_tokens(coarse(one)) for one in profiles))
     if not workload.arrivals:
         raise ConfigError(
             f"trace: no request of {workload.name} fits a worker", settings=("trace",)
