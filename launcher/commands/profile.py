@@ -98,6 +98,7 @@ def profile(
         check=False,
     )
     if child.returncode:
-        raise ConfigError(f"{model} could not be measured (status {child.returncode})")
+        reason = child.stdout.strip() or f"status {child.returncode}"
+        raise ConfigError(f"{model} could not be measured: {reason}")
     write_output("--output", output, child.stdout)
     return 0
