@@ -20,6 +20,7 @@ import torch
 
 from decode_worker.scheduler import DecodeScheduler
 from pdserve.config.engine import EngineConfig
+from pdserve.config.load import tell_by_flags
 from pdserve.config.wire import worker_config_from_json
 from pdserve.config.worker import WorkerConfig
 from pdserve.engine.batch import StepRunner, lookahead_of
@@ -60,13 +61,19 @@ class Stand:
 
 
 def main() -> int:
-    """Reads {"worker", "model", "link_bytes_per_s"} from stdin and writes the profile to stdout."""
+    """Reads {"worker", "model", "link_bytes_per_s"} from stdin and writes the profile to stdout.
+
+    With status 2 that is one line instead: why there is none.
+    """
     order = json.load(sys.stdin)
     config = worker_config_from_json(json.dumps(order["worker"]))
     try:
         profile = measure(config, order["model"], float(order["link_bytes_per_s"]))
+    except ConfigError as error:
+        sys.stdout.write(tell_by_flags(error, WorkerConfig))
+        return 2
     except PdserveError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stdout.write(str(error))
         return 2
     sys.stdout.write(profile.to_json())
     return 0
@@ -90,8 +97,14 @@ def measure(config: WorkerConfig, model: str, link_bytes_per_s: float) -> Profil
         )
         loaded = load_rank(config, arguments, MonotonicClock(), _tell_phase)
     stand = _make_stand(loaded)
-    prefill = [_prefill_sample(stand, *size) for size in _prefill_sizes(stand)]
-    decode = [_decode_sample(stand, *size) for size in _decode_sizes(stand)]
+    prefill_sizes, decode_sizes = tuple(_prefill_sizes(stand)), tuple(_decode_sizes(stand))
+    if not prefill_sizes or not decode_sizes:
+        raise ConfigError(
+            f"no step to measure fits {stand.kv_tokens} KV tokens and a context of "
+            f"{stand.max_model_len}"
+        )
+    prefill = [_prefill_sample(stand, *size) for size in prefill_sizes]
+    decode = [_decode_sample(stand, *size) for size in decode_sizes]
     engine = stand.engine
     device = "cpu" if engine.device == "cpu" else torch.cuda.get_device_name()
     prefill_law, prefill_error = _fit(prefill)

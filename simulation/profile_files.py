@@ -1,9 +1,11 @@
 """Finds a profile: a file of the user's, or one that comes with the project."""
 
+import os
 from pathlib import Path
 
 from pdserve.errors import ConfigError
-from pdserve.predictor.profile import Profile, profile_from_json
+from pdserve.predictor.profile import Profile
+from pdserve.predictor.profile_files import read_profiles
 
 SHIPPED = Path(__file__).parent / "profiles"
 
@@ -24,7 +26,8 @@ def find_profile(name: str, model: str) -> Profile:
         ConfigError: there is none, it cannot be read, or it is another model's.
     """
     shipped = [SHIPPED / f"{name}-{model}.json", SHIPPED / f"{name}.json"]
-    path = next((one for one in [Path(name), *shipped] if one.is_file()), None)
+    # Unlike Path's, it says no to what is too long for a name.
+    path = next((one for one in [Path(name), *shipped] if os.path.isfile(one)), None)
     if path is None:
         known = ", ".join(list_profiles())
         raise ConfigError(
@@ -33,11 +36,9 @@ def find_profile(name: str, model: str) -> Profile:
             settings=("gpu",),
         )
     try:
-        profile = profile_from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"gpu: profile {path} cannot be read: {error}", settings=("gpu",)
-        ) from error
+        (profile,) = read_profiles((str(path),))
+    except ConfigError as error:
+        raise ConfigError(f"gpu: {error}", settings=("gpu",)) from error
     measured = profile.detail.get("model")
     if measured is not None and measured != model:
         raise ConfigError(

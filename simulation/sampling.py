@@ -3,7 +3,12 @@
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+from pdserve.errors import ConfigError
 from simulation.workload import Workload
+
+LEAST_DURATION_S = 0.1
+"""Requests a second say nothing of less."""
+MOST_DURATION_S = 366 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +19,33 @@ class Sample:
     num_warm_up: int
     """Leading requests that are served and not counted."""
     text: str
+
+    @property
+    def counted_s(self) -> float:
+        """From the first request that counts to the last."""
+        arrivals = self.workload.arrivals
+        return arrivals[-1].at_s - arrivals[self.num_warm_up].at_s
+
+
+def check_durations(workload: Workload, sample: Sample) -> None:
+    """Refuses what has no rate: requests of one instant, or with years between them.
+
+    Raises:
+        ConfigError: the sample is too short, or the workload too long.
+    """
+    if not sample.counted_s >= LEAST_DURATION_S:
+        raise ConfigError(
+            f"trace {workload.name}: the requests to count must come over at least "
+            f"{LEAST_DURATION_S:g} s, got {sample.counted_s:g} s between the first and the last "
+            f"of {len(sample.workload.arrivals) - sample.num_warm_up}",
+            settings=("trace",),
+        )
+    if workload.duration_s > MOST_DURATION_S:
+        raise ConfigError(
+            f"trace {workload.name} must last at most {MOST_DURATION_S:.0f} s, got "
+            f"{workload.duration_s:g} s",
+            settings=("trace",),
+        )
 
 
 def take_busiest(workload: Workload, max_requests: int, warm_up_share: float = 0.25) -> Sample:

@@ -236,6 +236,11 @@ def coarse(profile: Profile) -> Profile:
     return replace(profile, block_size=max(profile.block_size, SIMULATED_BLOCK_TOKENS))
 
 
+def usable_tokens(profile: Profile) -> int:
+    """Returns the tokens of the blocks that a cache holds whole."""
+    return profile.kv_tokens - profile.kv_tokens % profile.block_size
+
+
 def _steps(size: int) -> list[int]:
     large = size // 6
     return [large, 1] if large > 1 else [1]
@@ -243,9 +248,9 @@ def _steps(size: int) -> list[int]:
 
 def _check_fits(workload: Workload, profile: Profile) -> None:
     longest = max(one.num_prompt_tokens + one.num_output_tokens for one in workload.arrivals)
-    if longest > profile.kv_tokens:
+    if longest > usable_tokens(profile):
         raise ConfigError(
             f"trace: the longest request has {longest} tokens, a worker of profile "
-            f"{profile.worker_class} holds {profile.kv_tokens}",
+            f"{profile.worker_class} holds {usable_tokens(profile)}",
             settings=("trace",),
         )

@@ -9,80 +9,62 @@ Azure (Azure/AzurePublicDataset, LLM inference 2023 and 2024): CSV with `TIMESTA
 """
 
 import csv
-import gzip
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
 
 from pdserve.errors import ConfigError
+from simulation.trace_lines import TraceLine, read_lines
 from simulation.workload import Arrival, Piece, Workload, make_workload
 
 MOONCAKE_BLOCK_TOKENS = 512
-_MAX_CONTENT = 2**31
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def read_trace(path: Path) -> Workload:
     """Reads a trace; which format it has is seen from its first line, and time begins with it.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is of neither format.
+        ConfigError: the file cannot be read, or a line is of neither format; the text names the
+            line and the field.
     """
-    arrivals: list[Arrival] = []
-    try:
-        with _open_text(path) as lines:
-            first = lines.readline()
-            if not first.strip():
-                raise ConfigError(f"trace {path} is empty", settings=("trace",))
-            read = _read_mooncake if first.lstrip().startswith("{") else _read_azure
-            arrivals.extend(read(first, lines))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path} cannot be read: {error}", settings=("trace",)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        number = len(arrivals) + 1
-        raise ConfigError(
-            f"trace {path}, request {number}, is of another format: {error}", settings=("trace",)
-        ) from error
+    lines = read_lines(path)
+    first = next(lines, None)
+    if first is None:
+        raise ConfigError(f"trace {path} is empty", settings=("trace",))
+    if first.text.startswith("{"):
+        arrivals = [_read_mooncake(line) for line in chain((first,), lines)]
+    else:
+        arrivals = list(_read_azure(first, lines))
     if not arrivals:
-        raise ConfigError(f"trace {path} has no request", settings=("trace",))
+        raise ConfigError(f"trace {path} has no request behind its header", settings=("trace",))
     start_s = min(one.at_s for one in arrivals)
     since = [replace(one, at_s=one.at_s - start_s) for one in arrivals]
     return make_workload(path.name.split(".")[0], since)
 
 
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _read_mooncake(first: str, rest: Iterable[str]) -> Iterator[Arrival]:
-    for line in chain((first,), rest):
-        if not line.strip():
-            continue
-        row = json.loads(line)
-        hash_ids = row["hash_ids"]
-        if not isinstance(hash_ids, list):
-            raise ValueError("hash_ids is no list")
-        at_s = float(str(row["timestamp"])) / 1000
-        num_tokens, num_output = int(str(row["input_length"])), int(str(row["output_length"]))
-        yield Arrival(
-            at_s=at_s,
-            pieces=_pieces(num_tokens, [int(one) for one in hash_ids]),
-            num_output_tokens=max(1, num_output),
-        )
+def _read_mooncake(line: TraceLine) -> Arrival:
+    row = line.read_object()
+    for field in ("timestamp", "input_length", "output_length", "hash_ids"):
+        if field not in row:
+            raise line.refuse(f"{field} is missing")
+    hash_ids = row["hash_ids"]
+    if not isinstance(hash_ids, list) or not hash_ids:
+        raise line.refuse_value("hash_ids", "a list of at least one number", hash_ids)
+    num_tokens = line.read_count("input_length", row["input_length"], least=1)
+    contents = [line.read_count("each of hash_ids", one) for one in hash_ids]
+    return Arrival(
+        at_s=line.read_time_s("timestamp", row["timestamp"], per_s=1000),
+        pieces=_pieces(num_tokens, contents),
+        num_output_tokens=max(1, line.read_count("output_length", row["output_length"])),
+    )
 
 
 def _pieces(num_tokens: int, hash_ids: list[int]) -> tuple[Piece, ...]:
-    if num_tokens < 1 or not hash_ids:
-        raise ValueError(f"a prompt of {num_tokens} tokens in {len(hash_ids)} blocks")
     pieces = []
     for hash_id in hash_ids:
-        if not 0 <= hash_id < _MAX_CONTENT:
-            raise ValueError(f"hash id {hash_id} is out of range")
         size = min(MOONCAKE_BLOCK_TOKENS, num_tokens)
         if size > 0:
             pieces.append(Piece(hash_id, size))
@@ -93,22 +75,42 @@ def _pieces(num_tokens: int, hash_ids: list[int]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _read_azure(first: str, lines: Iterable[str]) -> Iterator[Arrival]:
-    names = [name.strip() for name in first.split(",")]
-    for number, row in enumerate(csv.DictReader(lines, names)):
-        num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        if num_prompt < 1:
-            raise ValueError(f"a prompt of {num_prompt} tokens")
+def _read_azure(header: TraceLine, lines: Iterable[TraceLine]) -> Iterator[Arrival]:
+    names = [name.strip() for name in _split(header)]
+    if not set(AZURE_COLUMNS) <= set(names):
+        wanted = f"a JSON object (Mooncake) or have the columns {','.join(AZURE_COLUMNS)} (Azure)"
+        raise header.refuse_value("it", wanted, header.text)
+    columns = [(name, names.index(name)) for name in AZURE_COLUMNS]
+    for number, line in enumerate(lines):
+        fields = _split(line)
+        for name, index in columns:
+            if index >= len(fields):
+                raise line.refuse(f"{name} is missing")
+        stamp, num_prompt, num_output = (fields[index] for _, index in columns)
+        num_tokens = line.read_text_count("ContextTokens", num_prompt, least=1)
         yield Arrival(
-            at_s=_seconds(row["TIMESTAMP"].strip()),
-            pieces=(Piece(number, num_prompt),),
-            num_output_tokens=max(1, num_output),
+            at_s=_seconds(line, stamp.strip()),
+            pieces=(Piece(number, num_tokens),),
+            num_output_tokens=max(1, line.read_text_count("GeneratedTokens", num_output)),
         )
 
 
-def _seconds(stamp: str) -> float:
+def _split(line: TraceLine) -> list[str]:
+    try:
+        return next(csv.reader((line.text,)))
+    except csv.Error:
+        raise line.refuse_value("it", "a line of CSV", line.text) from None
+
+
+def _seconds(line: TraceLine, stamp: str) -> float:
     """Reads a time of day with any number of digits behind the point, which is UTC."""
-    head, _, fraction = stamp.removesuffix("Z").partition(".")
+    head, point, fraction = stamp.removesuffix("Z").partition(".")
     head = head.removesuffix("+00:00")
     fraction = fraction.removesuffix("+00:00")
-    return datetime.fromisoformat(head + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+    try:
+        whole_s = datetime.fromisoformat(head + "+00:00").timestamp()
+    except ValueError:
+        whole_s = None
+    if whole_s is None or (point and not (fraction.isascii() and fraction.isdigit())):
+        raise line.refuse_value("TIMESTAMP", "a time like 2023-11-16 18:15:46.68 (UTC)", stamp)
+    return whole_s + float(f"0.{fraction or 0}")

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from autoscaler.settings import MOST_REPLICAS
+from launcher.options.number import count, number, read_number
 from launcher.options.pools import PoolOptions, first_size
+from launcher.output_file import check_writable, write_output
 from launcher.tables import make_table, open_console
 from pdserve.errors import ConfigError
 from pdserve.predictor.profile import Profile
@@ -16,14 +19,18 @@ from simulation import scaled_plan
 from simulation.page import COLUMNS, cells_of, make_page
 from simulation.profile_files import find_profile
 from simulation.report import Slo
-from simulation.sampling import take_busiest
+from simulation.sampling import check_durations, take_busiest
 from simulation.scaled_plan import ScaledPlan, make_scaled_plan
-from simulation.search import Plan, Search, Trial, coarse
+from simulation.search import Plan, Search, Trial, coarse, usable_tokens
 from simulation.shape import Scaling
 from simulation.traces import read_trace
 from simulation.workload import Workload, limit_lengths, scale_lengths, scale_rate
 
 EXIT_NO_PLAN = 3
+MOST_REQUESTS = 1_000_000
+LEAST_WAIT_S = 1e-6
+MOST_WAIT_S = 86_400.0
+"""A day: nobody waits longer, for a token or for a replica."""
 
 
 def plan(
@@ -37,16 +44,17 @@ def plan(
         str, typer.Option(help="Objectives in seconds: ttft=2,tpot=0.05.")
     ] = "ttft=2,tpot=0.05",
     attainment: Annotated[
-        float, typer.Option(help="Share of requests that must keep both.", min=0.01, max=1.0)
+        float, number("--attainment", "Share of requests that must keep both.", 0.01, 1.0)
     ] = 0.95,
     requests: Annotated[
-        int, typer.Option(help="Requests of the trace's busiest stretch to simulate.", min=10)
+        int, count("--requests", "Of the trace's busiest stretch, to simulate.", 10, MOST_REQUESTS)
     ] = 800,
-    rate: Annotated[float, typer.Option(help="Speeds the trace up.", min=0.001)] = 1.0,
+    rate: Annotated[float, number("--rate", "Speeds the trace up.", 0.001, 1000.0)] = 1.0,
     divide_lengths: Annotated[
-        float, typer.Option(help="Divides all lengths; what is shared still is.", min=0.01)
+        float,
+        number("--divide-lengths", "Divides all lengths; what is shared still is.", 0.01, 1e6),
     ] = 1.0,
-    max_workers: Annotated[int, typer.Option(help="Of both pools.", min=2)] = 256,
+    max_workers: Annotated[int, count("--max-workers", "Of both pools.", 2, MOST_REPLICAS)] = 256,
     prefill: Annotated[
         str | None,
         typer.Option(
@@ -56,10 +64,10 @@ def plan(
     ] = None,
     decode: Annotated[str | None, typer.Option(metavar="N|MIN..MAX", help="Likewise.")] = None,
     max_replicas: Annotated[
-        int | None, typer.Option(help="Of both sized pools together.", min=1)
+        int | None, count("--max-replicas", "Of both sized pools together.", 1, 2 * MOST_REPLICAS)
     ] = None,
     start_s: Annotated[
-        float, typer.Option(help="Seconds from the start of a replica until it serves.", min=0.0)
+        float, number("--start-s", "From the start of a replica until it serves.", 0.0, MOST_WAIT_S)
     ] = 20.0,
     flips: Annotated[
         bool, typer.Option("--flips/--no-flips", help="Replicas may change their pool in place.")
@@ -69,6 +77,7 @@ def plan(
 ) -> int:
     """Plans both pools for a trace: sizes, goodput, latencies, cost. Needs no GPU."""
     objectives = parse_slo(slo)
+    _check_files(output, plot)
     scaling = make_scaling(
         prefill, decode, objectives, max_replicas=max_replicas, start_s=start_s, flips=flips
     )
@@ -78,13 +87,14 @@ def plan(
         workload = scale_lengths(workload, divide_lengths)
     if rate != 1.0:
         workload = scale_rate(workload, rate)
-    workload = limit_lengths(workload, min(profile.kv_tokens for profile in profiles))
+    workload = limit_lengths(workload, min(usable_tokens(coarse(one)) for one in profiles))
     if not workload.arrivals:
         raise ConfigError(
             f"trace: no request of {workload.name} fits a worker", settings=("trace",)
         )
     console = Console(stderr=True, soft_wrap=True)
     sample = take_busiest(workload, requests)
+    check_durations(workload, sample)
     console.print(f"Simulating {sample.text}.")
     search = Search(
         sample=sample,
@@ -103,9 +113,9 @@ def plan(
         _show_scaled(out, scaled)
     if output is not None:
         text = json.dumps(plan_to_json(found, model, scaled), indent=1)
-        output.write_text(text + "\n", "utf-8")
+        write_output("--output", output, text + "\n")
     if plot is not None:
-        plot.write_text(make_page(found, model, scaled), encoding="utf-8")
+        write_output("--plot", plot, make_page(found, model, scaled))
     return 0 if found.chosen is not None else EXIT_NO_PLAN
 
 
@@ -148,18 +158,25 @@ def parse_slo(text: str) -> Slo:
     """
     values: dict[str, float] = {}
     for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        try:
-            values[name] = float(value)
-        except ValueError:
-            values[name] = 0.0
-        if name not in ("ttft", "tpot") or not 0 < values[name] < float("inf"):
+        name, equals, value = (one.strip() for one in part.partition("="))
+        if name not in ("ttft", "tpot") or not equals:
             raise ConfigError(
                 f"slo must be like ttft=2,tpot=0.05 (seconds), got {text!r}", settings=("slo",)
             )
+        if name in values:
+            raise ConfigError(f"slo must name {name} once, got {text!r}", settings=("slo",))
+        values[name] = read_number(f"--slo {name}", value, LEAST_WAIT_S, MOST_WAIT_S)
     if len(values) != 2:
         raise ConfigError(f"slo must name ttft and tpot, got {text!r}", settings=("slo",))
     return Slo(ttft_s=values["ttft"], tpot_s=values["tpot"])
+
+
+def _check_files(output: Path | None, plot: Path | None) -> None:
+    for flag, path in (("--output", output), ("--plot", plot)):
+        if path is not None:
+            check_writable(flag, path)
+    if output is not None and plot is not None and output.resolve() == plot.resolve():
+        raise ConfigError(f"--plot must differ from --output, got {plot}")
 
 
 def _scale(

@@ -3,21 +3,27 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from launcher.model_source import resolve_model
+from launcher.options.engine import read_bytes
+from launcher.options.number import count, number
+from launcher.output_file import check_writable, write_output
 from pdserve.config.engine import DEVICE_DEFAULTS, DeviceKind, Dtype, EngineConfig, LoadFormat
-from pdserve.config.load import parse_size
 from pdserve.config.worker import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.request import Role
 
 LINK_BYTES_PER_S: dict[DeviceKind, float] = {"cpu": 1.2e9, "cuda": 50e9}
 """Gloo on loopback; one port of 400 Gbit/s a GPU."""
+LEAST_LINK_BYTES_PER_S = 1e3
+MOST_LINK_BYTES_PER_S = 1e14
+MOST_OF_A_STEP = 2**20
+"""Sequences, and tokens."""
 
 
 def profile(
@@ -31,32 +37,52 @@ def profile(
     load_format: Annotated[
         LoadFormat, typer.Option(help="dummy: random weights from config.json.")
     ] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block, a power of two.")] = 16,
+    block_size: Annotated[
+        int, count("--block-size", "Tokens per KV block, a power of two.", 1, 128)
+    ] = 16,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences in one step.", show_default=False)
+        int | None,
+        count("--max-num-seqs", "Sequences in one step.", 1, MOST_OF_A_STEP, show_default=False),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in one step.", show_default=False)
+        int | None,
+        count(
+            "--max-num-batched-tokens",
+            "Tokens in one step.",
+            1,
+            MOST_OF_A_STEP,
+            show_default=False,
+        ),
     ] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="Bytes of KV, e.g. 512M.")] = None,
     link_bytes_per_s: Annotated[
         float | None,
-        typer.Option(help="Of a hand-off; is written down, not measured.", show_default=False),
+        number(
+            "--link-bytes-per-s",
+            "Of a hand-off; is written down, not measured.",
+            LEAST_LINK_BYTES_PER_S,
+            MOST_LINK_BYTES_PER_S,
+            show_default=False,
+        ),
     ] = None,
 ) -> int:
     """Measures a model's steps on this device and writes a profile."""
+    check_writable("--output", output)
     defaults = DEVICE_DEFAULTS[device]
-    folder = resolve_model(model, needs_weights=load_format != "dummy")
     engine = EngineConfig(
-        model=str(folder),
+        model=model,
         load_format=load_format,
         device=device,
         dtype=dtype or defaults.dtype,
         block_size=block_size,
+        # None of them can be 0.
         max_num_seqs=max_num_seqs or defaults.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or defaults.max_num_batched_tokens,
-        kv_cache_memory_bytes=None if kv_cache_memory is None else parse_size(kv_cache_memory),
+        kv_cache_memory_bytes=read_bytes(kv_cache_memory, "--kv-cache-memory"),
     )
+    # All that was typed is in range: only now may a model be fetched or converted.
+    folder = resolve_model(model, needs_weights=load_format != "dummy")
+    engine = replace(engine, model=str(folder))
     worker = WorkerConfig(role=Role.DECODE, worker_id="profile", engine=engine, redis_url="")
     order = {
         "worker": asdict(worker),
@@ -72,6 +98,7 @@ def profile(
         check=False,
     )
     if child.returncode:
-        raise ConfigError(f"{model} could not be measured (status {child.returncode})")
-    output.write_text(child.stdout, encoding="utf-8")
+        reason = child.stdout.strip() or f"status {child.returncode}"
+        raise ConfigError(f"{model} could not be measured: {reason}")
+    write_output("--output", output, child.stdout)
     return 0

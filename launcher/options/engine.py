@@ -74,7 +74,7 @@ class EngineOptions:
             ),
             block_size=self.block_size,
             max_model_len=self.max_model_len,
-            kv_cache_memory_bytes=_size(self.kv_cache_memory, "--kv-cache-memory"),
+            kv_cache_memory_bytes=read_bytes(self.kv_cache_memory, "--kv-cache-memory"),
             gpu_memory_utilization=self.gpu_memory_utilization,
             deterministic=self.deterministic,
             enforce_eager=self.enforce_eager,
@@ -85,7 +85,12 @@ class EngineOptions:
         )
 
 
-def _size(text: str | None, flag: str) -> int | None:
+def read_bytes(text: str | None, flag: str) -> int | None:
+    """Reads a size such as 512M; None of None.
+
+    Raises:
+        ConfigError: it is none; the text names the flag.
+    """
     if text is None:
         return None
     try:

@@ -44,6 +44,7 @@ _RENAMED = {
     "num_decode": "decode",
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
+_MOST_BYTES = 2.0**63
 _SIZE_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -267,7 +268,10 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError("a size such as 512M or 2G")
-    return int(float(match[1]) * 1024 ** _SIZE_POWER[match[2].lower()])
+    size_bytes = float(match[1]) * 1024.0 ** _SIZE_POWER[match[2].lower()]
+    if size_bytes >= _MOST_BYTES:
+        raise ValueError("a size such as 512M or 2G, below 2^63 bytes")
+    return int(size_bytes)
 
 
 def read_visible_gpus() -> str | None:

@@ -1,9 +1,24 @@
 """What was measured of a kind of worker once, as a file: a predictor starts from it."""
 
 import json
+import reprlib
 from dataclasses import asdict, dataclass, field, fields
 
 from pdserve.errors import ConfigError
+
+_COUNTS = {
+    "kv_bytes_per_token": 1,
+    "kv_tokens": 1,
+    "num_gpus": 0,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+}
+"""Whole numbers, and the least of each."""
+_REQUIRED = ("kv_bytes_per_token", "kv_tokens")
+_MOST_COUNT = 2**40
+_MOST_S = 3600.0
+"""Of each coefficient: no step takes hours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,40 +65,62 @@ class Profile:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def profile_from_json(text: str) -> Profile:
+def profile_from_json(text: str, source: str = "profile") -> Profile:
     """Reads a file's text.
 
+    Args:
+        text: JSON.
+        source: what refusals call it, with the file's name.
+
     Raises:
-        ConfigError: it is no profile; the text names the field.
+        ConfigError: it is no profile; the text names source and field.
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"profile is no JSON: {error}") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{source} is no JSON object: {where} is no JSON") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{source} is no JSON object that can be read") from None
     if not isinstance(data, dict):
-        raise ConfigError("profile must be one JSON object")
+        raise ConfigError(f"{source} must be one JSON object")
     known = {one.name for one in fields(Profile)}
     unknown = sorted(data.keys() - known)
     if unknown:
-        raise ConfigError(f"profile has unknown fields: {', '.join(unknown)}")
+        raise ConfigError(f"{source} has unknown fields: {reprlib.repr(unknown)}")
     for name, count in (("prefill", 3), ("decode", 3), ("transfer", 2)):
-        data[name] = _read_law(name, data.get(name), count)
-    for name in ("kv_bytes_per_token", "kv_tokens"):
-        if not isinstance(data.get(name), int) or data[name] <= 0:
-            raise ConfigError(f"profile: {name} must be a positive number, got {data.get(name)!r}")
+        data[name] = _read_law(source, name, data.get(name), count)
+    for name, least in _COUNTS.items():
+        if name in data or name in _REQUIRED:
+            _check_count(source, name, data.get(name), least)
     if not isinstance(data.get("worker_class"), str):
-        raise ConfigError(f"profile: worker_class must be a text, got {data.get('worker_class')!r}")
+        raise _refuse(source, "worker_class", "a text", data.get("worker_class"))
+    detail = data.get("detail", {})
+    if not isinstance(detail, dict) or not all(isinstance(one, str) for one in detail.values()):
+        raise _refuse(source, "detail", "an object of texts", detail)
     return Profile(**data)
 
 
-def _read_law(name: str, value: object, count: int) -> tuple[float, ...]:
+def _check_count(source: str, name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST_COUNT:
+        raise _refuse(source, name, f"a whole number from {least} to {_MOST_COUNT}", value)
+
+
+def _read_law(source: str, name: str, value: object, count: int) -> tuple[float, ...]:
     is_law = (
         isinstance(value, list)
         and len(value) == count
-        and all(isinstance(one, int | float) and 0 <= one < float("inf") for one in value)
+        and all(isinstance(one, int | float) and not isinstance(one, bool) for one in value)
+        and all(0 <= one <= _MOST_S for one in value)
         and any(value)
     )
     if not is_law:
-        raise ConfigError(f"profile: {name} must be {count} numbers of at least 0, got {value!r}")
+        wanted = f"{count} numbers from 0 to {_MOST_S:g} (seconds) that are not all 0"
+        raise _refuse(source, name, wanted, value)
     assert isinstance(value, list)
     return tuple(float(one) for one in value)
+
+
+def _refuse(source: str, name: str, wanted: str, value: object) -> ConfigError:
+    got = "nothing" if value is None else reprlib.repr(value)
+    return ConfigError(f"{source}: {name} must be {wanted}, got {got}")

@@ -25,6 +25,17 @@ def test_a_measured_profile_has_laws_that_a_plan_can_use(tmp_path: Path) -> None
     assert find_profile(str(output), "tiny") == profile
 
 
+def test_what_only_the_model_shows_to_be_too_small_is_told_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, output = make_tiny_llama(tmp_path / "tiny"), tmp_path / "tiny.json"
+    argv = ["profile", str(folder), "--output", str(output), "--kv-cache-memory", "1"]
+    assert run_command(argv) == EXIT_USAGE
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert f"{folder} could not be measured: --kv-cache-memory must be at least" in told
+    assert not output.exists()
+
+
 def test_a_folder_that_is_no_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

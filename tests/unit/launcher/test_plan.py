@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,99 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
     assert capsys.readouterr().err.strip().count("\n") == 0
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e9", "1e400", "much"])
+@pytest.mark.parametrize(
+    ("flag", "limits"),
+    [
+        ("--attainment", "from 0.01 to 1"),
+        ("--rate", "from 0.001 to 1000"),
+        ("--divide-lengths", "from 0.01 to 1000000"),
+        ("--start-s", "from 0 to 86400"),
+        ("--requests", "from 10 to 1000000"),
+        ("--max-workers", "from 2 to 100000"),
+        ("--max-replicas", "from 1 to 200000"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_with_value_and_limits(
+    flags: list[str], flag: str, value: str, limits: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run_command([*flags, flag, value]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert told.startswith(f"pdserve: {flag} must be a ")
+    assert f"{limits}, got {value!r}" in told
+
+
+def test_a_number_out_of_range_in_the_environment_is_refused_too(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PDSERVE_RATE", "nan")
+    assert run_command(flags) == EXIT_USAGE
+    assert "--rate must be a number from 0.001 to 1000, got 'nan'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--output", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    flags: list[str], tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run_command([*flags, flag, str(tmp_path / "none" / "plan")]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert told.startswith(f"pdserve: {flag} ")
+    assert "there is no folder" in told
+    assert told.count("\n") == 1
+
+
+def test_a_plan_and_its_page_cannot_be_one_file(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, again = tmp_path / "a", tmp_path / ".." / tmp_path.name / "a"
+    assert run_command([*flags, "--output", str(path), "--plot", str(again)]) == EXIT_USAGE
+    assert "--plot must differ from --output" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("times", [(7,), (7, 7, 7), (7, 7.1), (0, 1e14)])
+def test_a_trace_without_a_rate_is_refused_before_anything_is_simulated(
+    flags: list[str], tmp_path: Path, times: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+):
+    rows = [
+        {"timestamp": time, "input_length": 9, "output_length": 2, "hash_ids": [1]}
+        for time in times
+    ]
+    path = tmp_path / "instant.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert run_command([*flags, "--trace", str(path)]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert told.startswith("pdserve: --trace instant")
+    assert told.count("\n") == 1
+
+
+def test_a_rate_that_leaves_no_duration_is_refused(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert run_command([*flags, "--rate", "1000"]) == EXIT_USAGE
+    assert "must come over at least 0.1 s, got 0.00298 s" in capsys.readouterr().err
+
+
+def test_a_request_that_fits_no_whole_blocks_is_left_out(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # 920 tokens are eight simulated blocks of 128; the cache has room for seven and a half.
+    path = tmp_path / "small.json"
+    path.write_text(replace(PROFILE, kv_tokens=960).to_json(), encoding="utf-8")
+    assert run_command([*flags, "--gpu", str(path)]) == EXIT_USAGE
+    assert "no request of trace, 150 longer than 896 tokens left out" in capsys.readouterr().err
+
+
+def test_a_profile_that_is_none_is_refused_by_its_file(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace = str(tmp_path / "trace.jsonl")
+    assert run_command([*flags, "--gpu", trace]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert told.startswith(f"pdserve: --gpu: profile {trace} is no JSON")
+    assert "Extra data" not in told
+
+
 def test_lengths_and_rates_can_be_scaled(flags: list[str], capsys: pytest.CaptureFixture[str]):
     assert run_command([*flags, "--divide-lengths", "10", "--rate", "2"]) == 0
     assert "lengths / 10, rate x 2" in capsys.readouterr().err
@@ -135,5 +229,16 @@ def test_objectives_are_read_in_any_order():
     ["", "ttft=2", "ttft=2,tpot=x", "ttft=0,tpot=1", "ttft=1,tpot=1,itl=1", "ttft=1,tpot=inf"],
 )
 def test_other_objectives_are_refused(text: str):
-    with pytest.raises(ConfigError, match="slo must"):
+    with pytest.raises(ConfigError, match=r"slo (ttft |tpot |)must"):
         parse_slo(text)
+
+
+@pytest.mark.parametrize("value", ["nan", "1e400", "1e9", "-1", "x"])
+def test_an_objective_out_of_range_is_refused_with_value_and_limits(value: str):
+    with pytest.raises(ConfigError, match=f"--slo tpot .* 1e-06 to 86400, got '{value}'"):
+        parse_slo(f"ttft=1,tpot={value}")
+
+
+def test_an_objective_that_is_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="slo must name ttft once"):
+        parse_slo("ttft=1,ttft=2,tpot=1")
