@@ -125,7 +125,8 @@ def test_waiting_for_a_step_takes_few_looks(pair: Pair) -> None:
     on_link_s = pair.departures.sent().on_link_s
     assert on_link_s is not None
     link_s = time.monotonic() - computed_at_s
-    assert on_link_s < link_s, "the time of the step is not the link's"
+    # It may have looked a moment before the step was computed, but not before all of the wait.
+    assert on_link_s < link_s + waited_s / 2, "the time of the step is not the link's"
 
 
 def test_A10_a_cancel_in_mid_step_lets_later_steps_wait_and_reads_no_further_block(
