@@ -166,6 +166,7 @@ def test_replicas_take_a_node_each_whole_and_move_to_another_when_theirs_is_kill
         cluster.stop()
 
 
+@pytest.mark.soak
 def test_replicas_of_each_pool_go_where_its_resource_is_however_much_room_is_elsewhere(
     tiny_llama_folder: Path,  # noqa: F811
     ray_nodes: RayNodes,

@@ -162,6 +162,7 @@ def test_status_shows_a_worker_that_is_restarting(served: Served) -> None:
     wait_until(lambda: rows() == {"prefill-0": "ready", "decode-0": "ready"}, 60)
 
 
+@pytest.mark.soak
 def test_log_level_silences_the_children(tiny_llama_folder: Path) -> None:  # noqa: F811
     flags = ("--port", "0", "--http-port", "0", "--kv-cache-memory", "16M", "--prefill", "0")
     quiet = Served(str(tiny_llama_folder), *flags, "--log-level", "warning")

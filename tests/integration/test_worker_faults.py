@@ -120,7 +120,6 @@ CHOSEN: list[tuple[Side, Which, signal.Signals, Stage]] = [
     ("prefill", "rank", signal.SIGSTOP, "mid-transfer"),
     ("decode", "face", signal.SIGKILL, "mid-transfer"),
     ("decode", "rank", signal.SIGKILL, "committed"),
-    ("decode", "face", signal.SIGSTOP, "mid-transfer"),
 ]
 ALL: list[tuple[Side, Which, signal.Signals, Stage]] = list(
     product(

@@ -52,8 +52,13 @@ FAR_TOO_SLOW = replace(PROFILE, prefill=(0.4, 0.008, 0.0))
 
 @pytest.mark.parametrize(
     "profiles",
-    [None, (PROFILE,), (), (FAR_TOO_FAST,), (FAR_TOO_SLOW,)],
-    ids=["right", "wrong", "none", "far too fast", "far too slow"],
+    [
+        pytest.param(None, id="right"),
+        pytest.param((PROFILE,), id="wrong", marks=pytest.mark.soak),
+        pytest.param((), id="none"),
+        pytest.param((FAR_TOO_FAST,), id="far too fast"),
+        pytest.param((FAR_TOO_SLOW,), id="far too slow", marks=pytest.mark.soak),
+    ],
 )
 def test_dynamos_queue_of_160_seconds_cannot_build_up(profiles: tuple[object, ...] | None) -> None:
     # Ten times as many prompts at once, that take twice as long as a profile told.
