@@ -190,7 +190,8 @@ class View:
     def draw(self, numbers: Numbers, load: Load) -> Group:
         """Returns the picture of now."""
         table = Table("pool", "replicas", "need", "waiting tokens", "oldest", "sequences", "KV")
-        for role in POOLS:
+        # Of no pool before the first figures have come.
+        for role in filter(numbers.__contains__, POOLS):
             pool = numbers[role]
             bar = "#" * pool.num_serving + "+" * pool.num_starting + "-" * pool.num_draining
             table.add_row(
