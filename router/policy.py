@@ -166,7 +166,7 @@ class JointPolicy:
         """Returns the best few."""
         fleet, now_s = self._fleet, look.ask.now_s
         rows = shorten(own)
-        if fleet.is_anybody_silent(now_s):
+        if fleet.is_anybody_silent(now_s) and fleet.are_silent(rows, now_s).any():
             rows = shorten(np.where(fleet.are_silent(slice(None), now_s), np.inf, own))
         standings = [self._scores.standing(row) for row in rows.tolist()]
         return list(zip(own[rows].tolist(), standings, look.cached[rows].tolist(), strict=True))

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from autoscaler.figures import Numbers
-from autoscaler.policy import POOLS
 from autoscaler.settings import PoolRange, ScalingSettings
 from launcher.client import generate_stream, open_sync_channel
 from launcher.commands.demo import Log
@@ -191,8 +190,7 @@ class View:
         """Returns the picture of now."""
         table = Table("pool", "replicas", "need", "waiting tokens", "oldest", "sequences", "KV")
         # Of no pool before the first figures have come.
-        for role in filter(numbers.__contains__, POOLS):
-            pool = numbers[role]
+        for role, pool in numbers.items():
             bar = "#" * pool.num_serving + "+" * pool.num_starting + "-" * pool.num_draining
             table.add_row(
                 role,

@@ -7,7 +7,7 @@ import pytest
 
 from autoscaler.controller import Controller
 from autoscaler.figures import Reading, Traffic, WorkerFigures
-from autoscaler.need import PrefillLoad, predict_prompt_s
+from autoscaler.need import predict_prompt_s
 from autoscaler.sample_feed import SampleFeed
 from autoscaler.settings import PoolRange, ScalingSettings
 from pdserve.predictor.predictor import (
@@ -19,6 +19,7 @@ from pdserve.predictor.predictor import (
 )
 from pdserve.request import Incarnation, Role
 from pdserve.timeline import ManualClock
+from tests.unit.autoscaler.test_need import PROMPTS
 from tests.unit.autoscaler.test_policy import PROFILE
 
 COLD = PrefillSample(num_tokens=100, num_context_tokens=0, seconds=9.0)
@@ -94,18 +95,8 @@ def test_C16_first_samples_of_each_life_say_nothing() -> None:
 
 
 def test_prompt_of_several_steps_pays_the_fixed_cost_of_each() -> None:
-    load = PrefillLoad(
-        worker_class=PROFILE.worker_class,
-        requests_per_s=1.0,
-        tokens_per_s=1000.0,
-        backlog_tokens=0,
-        num_prompts=0,
-        oldest_s=0.0,
-        num_serving=1,
-        busy_replicas=0.0,
-        measured_tokens_per_s=None,
-        start_s=20.0,
-        chunk_tokens=256,
+    load = replace(
+        PROMPTS, requests_per_s=1.0, tokens_per_s=1000.0, busy_replicas=0.0, chunk_tokens=256
     )
     predictor = Predictor([PROFILE])
     assert predict_prompt_s(load, 1000, predictor) == pytest.approx(4 * 0.01 + 0.2, rel=0.01)

@@ -1,5 +1,7 @@
 """When a router has heard from the present life of a replica."""
 
+from dataclasses import replace
+
 import pytest
 
 from launcher.pool import Member
@@ -7,32 +9,18 @@ from launcher.pool_figures import to_figures
 from pdserve.registry.base import WorkerRecord
 from pdserve.request import Incarnation, Role, WorkerId
 from pdserve.rpc.v1 import inference_pb2
+from tests.unit.launcher.test_pool import RECORD
 
-RECORD = WorkerRecord(
-    worker_id=WorkerId("prefill-1"),
-    role=Role.DECODE,
-    incarnation=Incarnation(8),
-    address="127.0.0.1:1",
-    metrics_address="127.0.0.1:2",
-    state="ready",
-    compatibility_digest=b"",
-    geometry="",
-    model="m",
-    max_model_len=128,
-    total_blocks=10,
-    block_size=16,
-    face_pid=1,
-    rank_pids=(2,),
-)
+HEARD = replace(RECORD, worker_id=WorkerId("prefill-1"), incarnation=Incarnation(8))
 
 
 @pytest.mark.parametrize(
     ("record", "incarnation", "state", "is_heard"),
     [
-        (RECORD, 8, "ready", True),
-        (RECORD, 7, "ready", False),
-        (RECORD, 7, "flipping", False),
-        (RECORD, 8, "silent", False),
+        (HEARD, 8, "ready", True),
+        (HEARD, 7, "ready", False),
+        (HEARD, 7, "flipping", False),
+        (HEARD, 8, "silent", False),
         (None, 7, "ready", False),
     ],
 )
