@@ -41,6 +41,7 @@ PARTS = "decode,prefill,prefix,idle,profile,sampling,deterministic,kernels"
 PROFILES = (
     ("decode", 1, 512, 0),
     ("decode", 64, 512, 0),
+    ("decode", 128, 512, 0),
     ("decode", 256, 512, 0),
     ("prefill", 1, 512, 0),
     ("prefill", 1, 8192, 0),
@@ -184,8 +185,12 @@ class Bench:
             f"profile {bench} {batch} x {cached}+{prompt}: {found.step_us:.0f} us a step, "
             f"{found.busy_us:.0f} busy"
         )
-        for name, us, count in found.kernels[:9]:
-            print(f"  {us:9.1f} us {count:6.1f} x {name[:60]}", flush=True)
+        for one in found.kernels[:9]:
+            print(
+                f"  adds {one.adds_us:9.1f} us ({one.us:9.1f} in all) {one.launches:6.1f} x "
+                f"{one.name[:60]}",
+                flush=True,
+            )
 
     def measure_sampling(self, batch: int, prompt: int) -> None:
         """Measures decoding with random choice, plain and filtered."""

@@ -123,12 +123,7 @@ def _time_products() -> list[KernelTime]:
     """Times each layer's chosen product with the small kernel that reads its result."""
     weights = make_weights()
     table = make_product_table(
-        {
-            LayerShape(num_outputs=shape.num_outputs, num_inputs=shape.num_inputs): weights[
-                shape.name
-            ]
-            for shape in LLAMA_8B
-        },
+        {shape.layer: weights[shape.name] for shape in LLAMA_8B},
         head=HEAD,
         use_pdl=fused.USE_PDL,
         cache=None,
@@ -142,8 +137,6 @@ def _time_products() -> list[KernelTime]:
             floor_us=shape.floor_us(rows, BYTES_PER_S, FLOPS_PER_S),
         )
         for shape in LLAMA_8B
-        for rows, choice in table.choices[
-            LayerShape(num_outputs=shape.num_outputs, num_inputs=shape.num_inputs)
-        ].items()
+        for rows, choice in table.choices[shape.layer].items()
         if choice.us is not None
     ]

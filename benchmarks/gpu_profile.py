@@ -19,6 +19,20 @@ DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KernelShare:
+    """What a kernel or copy takes of a step."""
+
+    name: str
+    us: float
+    """From its launch on the device to its end, summed; a dependent launch waits for the one
+    before, which counts."""
+    adds_us: float
+    """From the end of what ended before it, or its own start, to its end, summed: all of them add
+    up to the time in which the device is busy."""
+    launches: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
     """Means over steps, microseconds."""
 
@@ -26,8 +40,8 @@ class StepProfile:
     step_us: float
     busy_us: float
     """Some kernel or copy was there; dependent launches overlap, so kernels add up to more."""
-    kernels: list[tuple[str, float, float]]
-    """Name, time in a step, launches in a step; the longest first."""
+    kernels: list[KernelShare]
+    """In a step; what adds most comes first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,20 +136,28 @@ def summarize(work: list[Interval], num_skipped: int) -> StepProfile:
         raise ValueError(f"a profile needs {num_skipped + 3} steps, got {len(begins)}")
     first, last = begins[num_skipped], begins[-1]
     num_steps = len(begins) - num_skipped - 1
-    busy = 0.0
     end = work[first].start
     time_of: dict[str, float] = defaultdict(float)
+    added_by: dict[str, float] = defaultdict(float)
     count_of: dict[str, int] = defaultdict(int)
-    for one in work[first:last]:
-        busy += max(0.0, one.end - max(one.start, end))
-        end = max(end, one.end)
+    for one in sorted(work[first:last], key=lambda one: one.end):
         time_of[one.name] += one.end - one.start
+        added_by[one.name] += one.end - max(one.start, end)
+        end = one.end
         count_of[one.name] += 1
     span = work[last].start - work[first].start
-    kernels = [(name, us / num_steps, count_of[name] / num_steps) for name, us in time_of.items()]
+    kernels = [
+        KernelShare(
+            name=name,
+            us=us / num_steps,
+            adds_us=added_by[name] / num_steps,
+            launches=count_of[name] / num_steps,
+        )
+        for name, us in time_of.items()
+    ]
     return StepProfile(
         num_steps=num_steps,
         step_us=span / num_steps,
-        busy_us=busy / num_steps,
-        kernels=sorted(kernels, key=lambda one: -one[1]),
+        busy_us=sum(added_by.values()) / num_steps,
+        kernels=sorted(kernels, key=lambda one: -one.adds_us),
     )

@@ -285,12 +285,7 @@ def main() -> None:
     for attempt in ("cold", "warm"):
         begin = time.monotonic()
         table = make_product_table(
-            {
-                LayerShape(num_outputs=shape.num_outputs, num_inputs=shape.num_inputs): (
-                    sweep.weights[shape.name]
-                )
-                for shape in LLAMA_8B
-            },
+            {shape.layer: (sweep.weights[shape.name]) for shape in LLAMA_8B},
             head=LayerShape(num_outputs=128256, num_inputs=4096),
             use_pdl=True,
             cache=None,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pdserve.kernels.product_plan import ProductPlan, pad_rows
+from pdserve.kernels.product_table import LayerShape
 
 MAX_RING_BYTES = 224 * 1024
 NUM_SMS = 132
@@ -16,6 +17,15 @@ class Shape:
     name: str
     num_outputs: int
     num_inputs: int
+
+    @property
+    def layer(self) -> LayerShape:
+        """What the product table calls it."""
+        return LayerShape(
+            num_outputs=self.num_outputs,
+            num_inputs=self.num_inputs,
+            is_gated=self.name == "gate_up",
+        )
 
     def floor_us(self, num_rows: int, bytes_per_s: float, flops_per_s: float) -> float:
         """Returns the larger of the times for the weights' bytes and for the arithmetic."""

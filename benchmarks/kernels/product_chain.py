@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.kernels.product_candidates import NUM_SMS, Shape, describe, share_shapes
 from benchmarks.kernels.product_timing import Plan, fold
 from pdserve.kernels.norm import add_norm
+from pdserve.kernels.product_choices import load_defaults
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import ROW_BUCKETS
 from pdserve.kernels.product_timer import time_graph
@@ -66,11 +67,39 @@ CUTS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
         (128, 64, 2, 8),
     ),
 }
+GATED_CUTS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    8: ((64, 128, 3, 4), (64, 128, 5, 4), (64, 64, 6, 4), (64, 256, 3, 4), (64, 64, 12, 4)),
+    32: ((64, 128, 3, 4), (64, 128, 2, 4), (64, 64, 5, 4), (64, 64, 10, 4), (64, 128, 5, 4)),
+    64: (
+        (64, 128, 2, 4),
+        (64, 128, 4, 4),
+        (64, 64, 4, 4),
+        (64, 64, 9, 4),
+        (64, 64, 4, 8),
+        (128, 64, 5, 8),
+    ),
+    128: (
+        (64, 64, 3, 4),
+        (64, 64, 7, 4),
+        (64, 64, 3, 8),
+        (64, 128, 3, 4),
+        (64, 128, 3, 8),
+        (128, 64, 4, 8),
+    ),
+    256: ((64, 64, 4, 8), (64, 64, 2, 8), (128, 64, 4, 8), (128, 64, 2, 8)),
+}
+GATED_CUTS[16] = GATED_CUTS[8]
 CUTS |= {16: CUTS[8], 32: (*CUTS[8], (64, 256, 4, 4), (128, 64, 8, 4))}
 
 
-def list_candidates(shape: Shape, bucket: int) -> list[ProductPlan]:
-    """Returns plans whose tiles fill most of two waves or less."""
+def list_candidates(shape: Shape, bucket: int, layers: Sequence[str] = ()) -> list[ProductPlan]:
+    """Returns plans whose tiles fill most of two waves or less.
+
+    If layers are named, others have the default table's plan alone.
+    """
+    if layers and shape.name not in layers:
+        known = load_defaults().choices[shape.layer][bucket].plan
+        return [] if known is None else [known]
     found = []
     for block_n, block_k, stages, warps in CUTS[bucket]:
         block_m = min(bucket, 32768 // block_n)
@@ -93,7 +122,24 @@ def list_candidates(shape: Shape, bucket: int) -> list[ProductPlan]:
             )
             for _, splits in sorted(ranked, reverse=True)[:3]
         ]
+    if shape.layer.is_gated:
+        found += [
+            ProductPlan(
+                kernel="gated",
+                num_splits=1,
+                block_n=block_n,
+                block_k=block_k,
+                num_stages=stages,
+                num_warps=warps,
+            )
+            for block_n, block_k, stages, warps in GATED_CUTS[bucket]
+        ]
     return found
+
+
+def is_gated(plan: Plan) -> bool:
+    """Says whether a plan's product writes silu(gate) * up."""
+    return plan is not None and plan.kernel == "gated"
 
 
 class Bench:
@@ -128,6 +174,7 @@ class Bench:
                 *(plan.block_n, plan.block_k, plan.num_stages, plan.num_warps),
                 rows,
                 plan.num_splits > 1 or shape.name == "lm_head",
+                plan.kernel,
             ): (shape, rows, plan)
             for shape, rows, plan in items
         }
@@ -138,16 +185,20 @@ class Bench:
         torch.cuda.synchronize()
 
     def time_alone(self, shape: Shape, rows: int, plan: Plan) -> float:
-        """Returns microseconds of a product and a small kernel behind it."""
+        """Returns microseconds of a product, silu * up if it has any, and a small kernel."""
         x = torch.randn(rows, shape.num_inputs, device="cuda").bfloat16()
         behind = torch.empty(rows, 4096, device="cuda", dtype=torch.bfloat16)
         out = self._make_out(shape, rows, plan)
         num_launches = len(self._weights[shape.name])
+        gates = shape.layer.is_gated and not is_gated(plan)
+        inner = torch.empty(rows, shape.num_outputs // 2, device="cuda", dtype=torch.bfloat16)
 
         def launch() -> None:
             for layer in range(num_launches):
                 self._multiply(x, shape, layer, out, plan)
-                fold(out, behind, 0.01, True)
+                if gates:
+                    silu_mul(out, inner, use_pdl=True)
+                fold(inner.unsqueeze(0) if gates else out, behind, 0.01, True)
 
         return 1000 * time_graph(launch, 4) / num_launches
 
@@ -160,6 +211,9 @@ class Bench:
         ]
         residual = torch.randn(rows, 4096, device="cuda").bfloat16()
         outs[3].normal_()
+        has_gate = is_gated(plans["gate_up"])
+        if has_gate:
+            outs[2] = xs[3].unsqueeze(0)
 
         def launch() -> None:
             for layer in range(NUM_LAYERS):
@@ -169,7 +223,8 @@ class Bench:
                         gain = self._gain
                         add_norm(before, residual, gain, xs[index], epsilon=1e-5, use_pdl=True)
                     elif shape.name == "down":
-                        silu_mul(before, xs[index], use_pdl=True)
+                        if not has_gate:
+                            silu_mul(before, xs[index], use_pdl=True)
                     else:
                         fold(before, xs[index], 1.0, True)
                     self._multiply(xs[index], shape, layer, outs[index], plans[shape.name])
@@ -180,7 +235,8 @@ class Bench:
         splits = 1 if plan is None else plan.num_splits
         is_float = splits > 1 or shape.name == "lm_head"
         dtype = torch.float32 if is_float else torch.bfloat16
-        return torch.empty(splits, rows, shape.num_outputs, device="cuda", dtype=dtype)
+        num_outputs = shape.num_outputs // (2 if is_gated(plan) else 1)
+        return torch.empty(splits, rows, num_outputs, device="cuda", dtype=dtype)
 
     def _multiply(self, x: Tensor, shape: Shape, layer: int, out: Tensor, plan: Plan) -> None:
         weight = self._weights[shape.name][layer]
@@ -198,17 +254,18 @@ def check_kernel(timeout_s: float) -> None:
     Raises:
         SystemExit: the kernel is wrong, or hangs.
     """
-    command = [sys.executable, "-m", "benchmarks.kernels.product_checks", "streamed"]
-    if subprocess.run(command, timeout=timeout_s, check=False).returncode != 0:
-        raise SystemExit("the kernel is wrong")
+    for kernel in ("streamed", "gated"):
+        command = [sys.executable, "-m", "benchmarks.kernels.product_checks", kernel]
+        if subprocess.run(command, timeout=timeout_s, check=False).returncode != 0:
+            raise SystemExit(f"the {kernel} kernel is wrong")
 
 
-def tune(bench: Bench, rows: int) -> dict[str, object]:
+def tune(bench: Bench, rows: int, layers: Sequence[str]) -> dict[str, object]:
     """Ranks plans alone, then changes one plan of the chain at a time for better."""
     ranked: dict[str, list[tuple[float, Plan]]] = {}
     for shape in bench.shapes:
         timed: list[tuple[float, Plan]] = []
-        for plan in (None, *list_candidates(shape, rows)):
+        for plan in (None, *list_candidates(shape, rows, layers)):
             try:
                 timed.append((bench.time_alone(shape, rows, plan), plan))
             except Exception as error:  # noqa: BLE001  # one bad variant must not end the run
@@ -222,6 +279,8 @@ def tune(bench: Bench, rows: int) -> dict[str, object]:
     plans = {name: ranked[name][0][1] for name in names}
     best_ms = bench.time_chain(rows, plans)
     for name in (*names, *names[:2]):
+        if layers and name not in layers:
+            continue
         for _, plan in ranked[name][:10]:
             if plan == plans[name]:
                 continue
@@ -255,15 +314,24 @@ def update_defaults(
 ) -> None:
     """Puts the plans that were found into the default table.
 
-    Of a new layer, fewer rows than were measured take the plan of the fewest; other numbers that
-    were not measured are left out: a start has to choose for them by itself.
+    Fewer rows than were measured take the plan of the fewest; other numbers that were not measured
+    stay as they are, or are left out: a start has to choose for them by itself.
     """
     table = json.loads(path.read_text())
-    layers = {(layer["num_outputs"], layer["num_inputs"]): layer for layer in table["layers"]}
+    layers = {
+        (layer["num_outputs"], layer["num_inputs"], layer["is_gated"]): layer
+        for layer in table["layers"]
+    }
     for shape in shapes:
-        name, size = shape.name, (shape.num_outputs, shape.num_inputs)
-        is_new = size not in layers
-        empty = {"num_outputs": size[0], "num_inputs": size[1], "fixed": None, "rows": {}}
+        name = shape.name
+        size = (shape.num_outputs, shape.num_inputs, shape.layer.is_gated)
+        empty = {
+            "num_outputs": size[0],
+            "num_inputs": size[1],
+            "is_gated": shape.layer.is_gated,
+            "fixed": None,
+            "rows": {},
+        }
         layer = layers.setdefault(size, empty)
         for row in found:
             plans, us = row["plans"], row["us"]
@@ -277,14 +345,11 @@ def update_defaults(
                 "us": times[label],
                 "torch_us": times["torch"],
             }
-        if is_new:
-            known = {int(rows): choice for rows, choice in sorted(layer["rows"].items())}
-            fewest = min(known)
-            layer["rows"] = {
-                str(rows): known[max(rows, fewest)]
-                for rows in ROW_BUCKETS
-                if max(rows, fewest) in known
-            }
+        fewest = min(int(str(row["rows"])) for row in found)
+        for rows in ROW_BUCKETS:
+            if rows < fewest:
+                layer["rows"][str(rows)] = layer["rows"][str(fewest)]
+        layer["rows"] = dict(sorted(layer["rows"].items(), key=lambda item: int(item[0])))
     table["layers"] = [layers[size] for size in sorted(layers)]
     path.write_text(json.dumps(table, indent=1) + "\n")
 
@@ -297,6 +362,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(map(str, BUCKETS)), help="in this order")
     parser.add_argument("--defaults", type=Path, help="table to update")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a layer")
+    parser.add_argument("--layers", default="", help="tuned; all of them by default")
     parser.add_argument("--budget", type=float, default=75.0, help="seconds")
     arguments = parser.parse_args()
     begin = time.monotonic()
@@ -305,6 +371,7 @@ def main() -> None:
         found = [row for path in arguments.merge for row in json.loads(path.read_text())]
         update_defaults(arguments.defaults, shapes, found)
         return
+    layers = [name for name in arguments.layers.split(",") if name]
     buckets = [int(rows) for rows in arguments.rows.split(",")]
     check_kernel(60)
     bench = Bench(shapes)
@@ -313,7 +380,7 @@ def main() -> None:
             (shape, rows, plan)
             for rows in buckets
             for shape in shapes
-            for plan in list_candidates(shape, rows)
+            for plan in list_candidates(shape, rows, layers)
         ]
     )
     print(f"checked and compiled, {time.monotonic() - begin:.0f} s", flush=True)
@@ -323,7 +390,7 @@ def main() -> None:
             print(f"{rows} rows left out: no time")
             continue
         try:
-            found.append(tune(bench, rows))
+            found.append(tune(bench, rows, layers))
         except Exception as error:  # noqa: BLE001  # the other batch sizes still count
             print(f"FAILED chain of {rows} rows: {error!r}"[:300], flush=True)
         arguments.out.write_text(json.dumps(found, indent=1))

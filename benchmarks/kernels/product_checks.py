@@ -8,6 +8,7 @@ A kernel that never ends takes only its own process down: run it under a time li
 import sys
 
 import torch
+from torch import Tensor
 
 from pdserve.kernels.product_plan import MAX_ROW_KERNEL_ROWS, KernelName, ProductPlan
 from pdserve.kernels.small_product import small_product
@@ -35,10 +36,34 @@ STREAMED = (
 )
 
 
+# outputs of each half, inputs, stages and warps
+GATED = ((64, 128, 3, 4, None), (64, 64, 9, 4, None), (64, 64, 4, 8, None), (128, 64, 4, 8, None))
+
+
+def multiply_exactly(kernel: KernelName, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Returns the result in float64."""
+    product = x_MK.double() @ weight_NK.double().T
+    if kernel != "gated":
+        return product
+    gate, up = product.chunk(2, dim=-1)
+    return gate * gate.sigmoid() * up
+
+
+def make_weight(
+    kernel: KernelName, num_outputs: int, num_inputs: int, generator: torch.Generator
+) -> Tensor:
+    """Returns random weights of so many outputs; sums of a gated product stay near 1."""
+    num_rows = num_outputs * (2 if kernel == "gated" else 1)
+    weight = torch.randn(num_rows, num_inputs, device="cuda", generator=generator)
+    return (weight / num_inputs**0.5 if kernel == "gated" else weight).bfloat16()
+
+
 def list_plans(kernel: KernelName, num_splits: int) -> list[ProductPlan]:
     """Returns plans of one kernel that differ in every field."""
     cuts: tuple[tuple[int, int, int, int, int | None], ...] = STREAMED
-    if kernel == "row":
+    if kernel == "gated":
+        cuts, num_splits = GATED, 1
+    elif kernel == "row":
         cuts = ((4, 256, 1, 4, None), (16, 128, 1, 8, None))
     elif kernel == "tiled":
         cuts = ((64, 128, 3, 4, None), (128, 64, 4, 8, None))
@@ -64,14 +89,14 @@ def check_values(kernel: KernelName) -> float:
         if kernel == "row" and num_rows > MAX_ROW_KERNEL_ROWS:
             continue
         x = torch.randn(num_rows, num_inputs, device="cuda", generator=generator).bfloat16()
-        weight = torch.randn(num_outputs, num_inputs, device="cuda", generator=generator)
-        weight = weight.bfloat16()
-        expected = x.double() @ weight.double().T
+        weight = make_weight(kernel, num_outputs, num_inputs, generator)
+        expected = multiply_exactly(kernel, x, weight)
         for plan in list_plans(kernel, num_splits):
             if num_splits > -(-num_inputs // plan.block_k):
                 continue
             for use_pdl in (False, True):
-                out = torch.full((num_splits, num_rows, num_outputs), torch.nan, device="cuda")
+                shape = (plan.num_splits, num_rows, num_outputs)
+                out = torch.full(shape, torch.nan, device="cuda")
                 small_product(x, weight, out, plan, use_pdl=use_pdl)
                 error = (out.double().sum(0) - expected).norm() / expected.norm()
                 if not error.item() < 1e-5:
@@ -85,16 +110,16 @@ def check_rows_alone(kernel: KernelName) -> bool:
     generator = torch.Generator("cuda").manual_seed(2)
     max_rows = MAX_ROW_KERNEL_ROWS if kernel == "row" else 300
     x = torch.randn(max_rows, 4096, device="cuda", generator=generator).bfloat16()
-    weight = torch.randn(768, 4096, device="cuda", generator=generator).bfloat16()
+    weight = make_weight(kernel, 768, 4096, generator)
     is_equal = True
     reference: torch.Tensor | None = None
     for plan in list_plans(kernel, 2):
-        if kernel != "streamed":
+        if kernel in ("row", "tiled"):
             reference = None
         for num_rows in (max_rows, 1, 3, 8, 17, 64, 200):
             if num_rows > max_rows:
                 continue
-            out = torch.empty(2, num_rows, 768, device="cuda")
+            out = torch.empty(plan.num_splits, num_rows, 768, device="cuda")
             small_product(x[:num_rows], weight, out, plan)
             if reference is None:
                 reference = out
@@ -107,7 +132,7 @@ def check_rows_alone(kernel: KernelName) -> bool:
 def check_cut_tiles(kernel: KernelName) -> bool:
     """Returns True if rows in a larger buffer of NaN have the bits of rows that end with theirs."""
     generator = torch.Generator("cuda").manual_seed(3)
-    weight = torch.randn(640, 4096, device="cuda", generator=generator).bfloat16()
+    weight = make_weight(kernel, 640, 4096, generator)
     is_equal = True
     for num_rows in (5, 70, 100, 200):
         if kernel == "row" and num_rows > MAX_ROW_KERNEL_ROWS:
@@ -116,7 +141,8 @@ def check_cut_tiles(kernel: KernelName) -> bool:
         rows = buffer[:num_rows]
         rows.copy_(torch.randn(num_rows, 4096, device="cuda", generator=generator))
         for plan in list_plans(kernel, 2):
-            outs = [torch.empty(2, num_rows, 640, device="cuda") for _ in range(2)]
+            shape = (plan.num_splits, num_rows, 640)
+            outs = [torch.empty(shape, device="cuda") for _ in range(2)]
             small_product(rows, weight, outs[0], plan)
             small_product(rows.clone(), weight, outs[1], plan)
             if not torch.equal(*outs):

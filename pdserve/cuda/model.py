@@ -1,7 +1,7 @@
 """The forward pass of the Llama family in fused kernels.
 
-    embed + norm -> per layer [qkv, rotate + store, attention, out, add + norm, gate-up, SiLU x mul,
-    down, add + norm] -> head on the rows that sample
+    embed + norm -> per layer [qkv, rotate + store, attention, out, add + norm,
+    gate-up + SiLU x mul, down, add + norm] -> head on the rows that sample
 
 Each kernel waits for the one before it by itself where the device can do so (programmatic
 dependent launch): weights are on their way while the kernel before drains.
@@ -29,7 +29,6 @@ from pdserve.errors import ConfigError
 from pdserve.kernels.embedding import embed_and_norm, embed_share
 from pdserve.kernels.norm import add_norm
 from pdserve.kernels.rotary_store import rotate_and_store
-from pdserve.kernels.silu_mul import silu_mul
 from pdserve.layers.parallel import Shard
 from pdserve.layers.rope_scaling import make_frequencies
 
@@ -258,8 +257,9 @@ class CudaModel:
         multiply = self._products.multiply
         out = multiply(heads_MHD.flatten(1), layer.out_EN, layer.out_bias_E)
         self._add_norm(out, layer.mlp_gain_E, buffers)
-        gate_up = multiply(buffers.normed_ME, layer.gate_up_NE)
-        silu_mul(gate_up, buffers.inner_MN, bias_N=layer.gate_up_bias_N, use_pdl=self._use_pdl)
+        self._products.multiply_gated(
+            buffers.normed_ME, layer.gate_up_NE, buffers.inner_MN, layer.gate_up_bias_N
+        )
         down = multiply(buffers.inner_MN, layer.down_EN, layer.down_bias_E)
         self._add_norm(down, next_gain_E, buffers)
 

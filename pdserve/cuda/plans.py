@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.cuda.device import Device
-from pdserve.cuda.products import PlanChooser
+from pdserve.cuda.products import PlanChooser, shape_of
 from pdserve.cuda.weights import ModelWeights
 from pdserve.kernels.product_choices import ProductDevice
 from pdserve.kernels.product_plan import ProductPlan
@@ -36,7 +36,7 @@ def choose_plans(
         cache: folder where tables are kept from start to start; None measures anew.
     """
     by_shape = _weights_by_shape(weights)
-    head = _shape_of(weights.head_VE)
+    head = shape_of(weights.head_VE)
     if not device.is_cuda:
         return _choose_on_host(by_shape, head, is_fixed=is_fixed)
     if not is_fixed and weights.head_VE.dtype == torch.float32:
@@ -68,14 +68,13 @@ def _choose_on_host(
     return ProductPlans(choose=_chooser(table, head), summary="one plan a product")
 
 
-def _library(num_rows: int, num_outputs: int, num_inputs: int) -> ProductPlan | None:
+def _library(num_rows: int, shape: LayerShape) -> ProductPlan | None:
     """Chooses the library's product for all."""
     return None
 
 
 def _chooser(table: ProductTable, head: LayerShape) -> PlanChooser:
-    def choose(num_rows: int, num_outputs: int, num_inputs: int) -> ProductPlan | None:
-        shape = LayerShape(num_outputs=num_outputs, num_inputs=num_inputs)
+    def choose(num_rows: int, shape: LayerShape) -> ProductPlan | None:
         plan = table.choose(shape, num_rows)
         if plan is not None and shape == head:
             # Logits are read as they are: nobody would add splits up.
@@ -85,15 +84,13 @@ def _chooser(table: ProductTable, head: LayerShape) -> PlanChooser:
     return choose
 
 
-def _shape_of(weight: Tensor) -> LayerShape:
-    return LayerShape(num_outputs=weight.shape[0], num_inputs=weight.shape[1])
-
-
 def _weights_by_shape(weights: ModelWeights) -> Mapping[LayerShape, Sequence[Tensor]]:
     found: dict[LayerShape, list[Tensor]] = {}
     for layer in weights.layers:
-        for weight in (layer.qkv_NE, layer.out_EN, layer.gate_up_NE, layer.down_EN):
-            found.setdefault(_shape_of(weight), []).append(weight)
+        for weight in (layer.qkv_NE, layer.out_EN, layer.down_EN):
+            found.setdefault(shape_of(weight), []).append(weight)
+        gated = shape_of(layer.gate_up_NE, is_gated=layer.gate_up_bias_N is None)
+        found.setdefault(gated, []).append(layer.gate_up_NE)
     if weights.head_VE.shape[0]:
-        found.setdefault(_shape_of(weights.head_VE), []).append(weights.head_VE)
+        found.setdefault(shape_of(weights.head_VE), []).append(weights.head_VE)
     return found

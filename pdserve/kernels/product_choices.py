@@ -20,6 +20,12 @@ _STREAMED_RINGS: tuple[tuple[int, tuple[_Ring, ...]], ...] = (
     (128, ((64, 128, 4, 4), (128, 64, 6, 4), (256, 64, 4, 8))),
     (256, ((64, 64, 5, 4), (128, 64, 4, 8))),
 )
+_GATED_RINGS: tuple[tuple[int, tuple[_Ring, ...]], ...] = (
+    (32, ((64, 128, 3, 4), (64, 64, 5, 4))),
+    (64, ((64, 128, 4, 4), (64, 64, 4, 4))),
+    (128, ((64, 64, 3, 4), (64, 64, 6, 4))),
+    (256, ((64, 64, 4, 8), (128, 64, 4, 8))),
+)
 _TILED_RINGS: tuple[_Ring, ...] = ((64, 128, 3, 4), (128, 64, 4, 4))
 _MAX_SPLITS = 8
 
@@ -39,9 +45,12 @@ class ProductDevice:
             plan = known[find_bucket(num_rows)].plan
             return () if plan is None else (plan,)
         rings = _TILED_RINGS
-        if self.has_streamed and shape.num_inputs % 8 == 0:
+        if self._can_stream(shape):
             rings = next(rings for max_rows, rings in _STREAMED_RINGS if num_rows <= max_rows)
         plans = [self._cut(shape, *ring) for ring in rings]
+        if shape.is_gated and self._can_stream(shape):
+            gated = next(rings for max_rows, rings in _GATED_RINGS if num_rows <= max_rows)
+            plans += [_gate(*ring) for ring in gated]
         if num_rows <= min(4, MAX_ROW_KERNEL_ROWS):
             plans.append(
                 ProductPlan(
@@ -57,9 +66,13 @@ class ProductDevice:
 
     def fix_plan(self, shape: LayerShape) -> ProductPlan:
         """Returns the plan of deterministic mode, which rounds alike for every number of rows."""
-        if self.has_streamed and shape.num_inputs % 8 == 0:
-            return self._cut(shape, 128, 64, 8, 4)
+        if self._can_stream(shape):
+            return _gate(64, 64, 4, 4) if shape.is_gated else self._cut(shape, 128, 64, 8, 4)
         return self._cut(shape, *_TILED_RINGS[0])
+
+    def _can_stream(self, shape: LayerShape) -> bool:
+        """Says whether the copy engine can address such weights."""
+        return self.has_streamed and shape.num_inputs % 8 == 0
 
     def _cut(
         self, shape: LayerShape, block_n: int, block_k: int, num_stages: int, num_warps: int
@@ -75,13 +88,24 @@ class ProductDevice:
         ):
             num_splits *= 2
         return ProductPlan(
-            kernel="streamed" if self.has_streamed and shape.num_inputs % 8 == 0 else "tiled",
+            kernel="streamed" if self._can_stream(shape) else "tiled",
             num_splits=num_splits,
             block_n=block_n,
             block_k=block_k,
             num_stages=num_stages,
             num_warps=num_warps,
         )
+
+
+def _gate(block_n: int, block_k: int, num_stages: int, num_warps: int) -> ProductPlan:
+    return ProductPlan(
+        kernel="gated",
+        num_splits=1,
+        block_n=block_n,
+        block_k=block_k,
+        num_stages=num_stages,
+        num_warps=num_warps,
+    )
 
 
 @cache

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Literal, Self, get_args
 
-KernelName = Literal["streamed", "tiled", "row"]
+KernelName = Literal["streamed", "gated", "tiled", "row"]
 
 MAX_ROW_KERNEL_ROWS = 8
 
@@ -17,18 +17,20 @@ class ProductPlan:
     """
 
     kernel: KernelName
-    """streamed: Hopper's copy engine and tensor cores; tiled: tensor cores through plain Triton;
-    row: fused multiply-adds for at most 8 rows."""
+    """streamed: Hopper's copy engine and tensor cores; gated: the same over a weight of two halves,
+    which writes silu of the upper half's outputs times the lower half's; tiled: tensor cores
+    through plain Triton; row: fused multiply-adds for at most 8 rows."""
     num_splits: int
     """Parts of K that are summed apart, at least 1; the consumer adds them up in order."""
     block_n: int
-    """Outputs of a tile, a power of two; 64 a warp group at least for the streamed kernel."""
+    """Outputs of a tile, a power of two; 64 a warp group at least for the streamed kernel, 64 for
+    the gated one, whose tile has so many of each half."""
     block_k: int
     """Inputs of a tile, a power of two."""
     num_stages: int
     """Tiles in flight, at least 1."""
     num_warps: int
-    """Warps of a program: a power of two, for the streamed kernel 4 or 8."""
+    """Warps of a program: a power of two, for the streamed and the gated kernel 4 or 8."""
     programs_per_sm: int | None = None
     """Streamed only: this many persistent programs a multiprocessor share the tiles in turn.
     None: one program a tile."""
@@ -50,6 +52,16 @@ class ProductPlan:
             )
         if self.programs_per_sm is not None and self.programs_per_sm < 1:
             raise ValueError(f"programs_per_sm must be at least 1, got {self.programs_per_sm}")
+        if self.kernel == "gated" and (
+            self.block_n < 64
+            or self.num_warps not in (4, 8)
+            or self.num_splits > 1
+            or self.programs_per_sm is not None
+        ):
+            raise ValueError(
+                "a gated plan needs 4 or 8 warps, 64 outputs a tile, one split and a program a "
+                f"tile, got {self}"
+            )
         if self.kernel == "streamed" and (self.block_n < 16 * self.num_warps or self.num_warps < 4):
             raise ValueError(
                 "a streamed plan needs 4 or 8 warps and 16 outputs a warp, "

@@ -13,7 +13,7 @@ from typing import Any, Self
 from pdserve.kernels.product_plan import ProductPlan
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
@@ -22,6 +22,12 @@ class LayerShape:
 
     num_outputs: int
     num_inputs: int
+    is_gated: bool = False
+    """The weight's two halves are gate and up, and what is wanted is silu(gate) * up."""
+
+    def describe(self) -> str:
+        """Returns the sizes."""
+        return f"{self.num_outputs} x {self.num_inputs}{', gated' if self.is_gated else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +76,11 @@ class ProductTable:
         if self.fixed:
             lines = [f"products on {self.device}, one plan for all batches:"]
             for shape, plan in sorted(self.fixed.items()):
-                lines.append(f"  {shape.num_outputs} x {shape.num_inputs}: {plan.describe()}")
+                lines.append(f"  {shape.describe()}: {plan.describe()}")
             return "\n".join(lines)
         lines = [f"products on {self.device}, us (torch):"]
         for shape, by_rows in sorted(self.choices.items()):
-            lines.append(f"  {shape.num_outputs} x {shape.num_inputs}")
+            lines.append(f"  {shape.describe()}")
             for num_rows, choice in by_rows.items():
                 name = "torch" if choice.plan is None else choice.plan.describe()
                 lines.append(
@@ -92,6 +98,7 @@ class ProductTable:
                 {
                     "num_outputs": shape.num_outputs,
                     "num_inputs": shape.num_inputs,
+                    "is_gated": shape.is_gated,
                     "fixed": self.fixed[shape].to_json() if shape in self.fixed else None,
                     "rows": {
                         str(num_rows): {
@@ -120,7 +127,11 @@ class ProductTable:
         fixed: dict[LayerShape, ProductPlan] = {}
         try:
             for layer in data["layers"]:
-                shape = LayerShape(num_outputs=layer["num_outputs"], num_inputs=layer["num_inputs"])
+                shape = LayerShape(
+                    num_outputs=layer["num_outputs"],
+                    num_inputs=layer["num_inputs"],
+                    is_gated=layer["is_gated"],
+                )
                 if layer["fixed"] is not None:
                     fixed[shape] = ProductPlan.from_json(layer["fixed"])
                 if layer["rows"]:

@@ -16,6 +16,7 @@ from pdserve.kernels.product_cache import kernel_version, read_table, table_path
 from pdserve.kernels.product_choices import ProductDevice
 from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import LayerShape, ProductTable, measure_table
+from pdserve.kernels.silu_mul import silu_mul
 from pdserve.kernels.small_product import compile_product, small_product
 
 MAX_LAUNCHES = 16
@@ -121,27 +122,37 @@ class ProductTimer:
             list(pool.map(self._compile_one, items))
 
     def __call__(self, shape: LayerShape, num_rows: int, plan: ProductPlan | None) -> float:
-        """Returns microseconds of a product and of the small kernel that reads its result."""
+        """Returns microseconds of a product and of the small kernel that reads its result.
+
+        Of a gated layer up to silu(gate) * up, whether or not the product does that.
+        """
         weights = self._weights[shape]
         launches = [weights[index % len(weights)] for index in range(MAX_LAUNCHES)]
         x = torch.randn(num_rows, shape.num_inputs, device=weights[0].device)
         x = x.to(weights[0].dtype)
         out = self._make_out(shape, num_rows, plan)
+        inner = None
+        if shape.is_gated and (plan is None or plan.kernel != "gated"):
+            inner = torch.empty(num_rows, shape.num_outputs // 2, device=x.device, dtype=x.dtype)
 
         def launch() -> None:
             for weight in launches:
                 self._multiply(x, weight, out, plan)
-                _renew_rows(out, x, use_pdl=self._use_pdl)
+                if inner is not None:
+                    silu_mul(out, inner, use_pdl=self._use_pdl)
+                result = out if inner is None else inner.unsqueeze(0)
+                _renew_rows(result, x, use_pdl=self._use_pdl)
 
         return 1000 * time_graph(launch) / len(launches)
 
     def _make_out(self, shape: LayerShape, num_rows: int, plan: ProductPlan | None) -> Tensor:
         weight = self._weights[shape][0]
         num_splits = 1 if plan is None else plan.num_splits
+        is_gated = plan is not None and plan.kernel == "gated"
         return torch.empty(
             num_splits,
             num_rows,
-            shape.num_outputs,
+            shape.num_outputs // (2 if is_gated else 1),
             device=weight.device,
             dtype=torch.float32 if num_splits > 1 or shape == self._head else weight.dtype,
         )

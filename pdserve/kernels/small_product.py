@@ -166,11 +166,12 @@ def small_product(
     *,
     use_pdl: bool = False,
 ) -> None:
-    """Computes x @ weight^T, cut up as `plan` says.
+    """Computes x @ weight^T, cut up as `plan` says; with a gated plan silu(gate) * up of it.
 
     Args:
         x_MK: rows, contiguous along K.
-        weight_NK: weights of the same dtype, contiguous along K.
+        weight_NK: weights of the same dtype, contiguous along K; for a gated plan 2N of them, the
+            gate's before the others.
         out_SMN: contiguous float32 partial sums; with one split any float dtype.
         plan: tiles, splits and the kernel.
         use_pdl: launches before the previous kernel of the stream has ended; it must have called
@@ -205,7 +206,7 @@ def _prepare(
     x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan, use_pdl: bool
 ) -> _Launch:
     _check(x_MK, weight_NK, out_SMN, plan)
-    if plan.kernel == "streamed":
+    if plan.kernel in ("streamed", "gated"):
         return _prepare_streamed(x_MK, weight_NK, out_SMN, plan, use_pdl)
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
@@ -260,13 +261,16 @@ def _prepare_streamed(
     use_pdl: bool,
 ) -> _Launch:
     num_rows, num_inputs = x_MK.shape
-    num_outputs = weight_NK.shape[0]
+    num_outputs = out_SMN.shape[2]
+    is_gated = plan.kernel == "gated"
+    tile_weights = plan.block_n * (2 if is_gated else 1)
     max_sums = 32 * MAX_STREAMED_WARPS * MAX_SUMS_PER_THREAD
-    block_m = pad_rows(num_rows, 8, min(MAX_STREAMED_ROWS, max_sums // plan.block_n))
+    fewest_rows = 8 * max(1, 16 * plan.num_warps // plan.block_n)
+    block_m = pad_rows(num_rows, fewest_rows, min(MAX_STREAMED_ROWS, max_sums // tile_weights))
     # Neither stages nor warps nor tiles change a bit of the result, so all follow the rows.
-    stage_bytes = (plan.block_n + block_m) * plan.block_k * x_MK.element_size()
+    stage_bytes = (tile_weights + block_m) * plan.block_k * x_MK.element_size()
     num_stages = min(plan.num_stages, MAX_RING_BYTES // stage_bytes)
-    num_warps = max(plan.num_warps, plan.block_n * block_m // (32 * MAX_SUMS_PER_THREAD))
+    num_warps = max(plan.num_warps, tile_weights * block_m // (32 * MAX_SUMS_PER_THREAD))
     num_m_tiles = triton.cdiv(num_rows, block_m)
     num_units = triton.cdiv(num_outputs, plan.block_n) * plan.num_splits * num_m_tiles
     num_programs = num_units
@@ -294,6 +298,7 @@ def _prepare_streamed(
         "BLOCK_M": block_m,
         "BLOCK_K": plan.block_k,
         "NUM_STAGES": num_stages,
+        "IS_GATED": is_gated,
         "HAS_BULK_STORE": has_bulk_store,
         "USE_PDL": use_pdl,
         "num_warps": num_warps,
@@ -305,6 +310,10 @@ def _prepare_streamed(
 def _check(x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan) -> None:
     num_rows, num_inputs = x_MK.shape
     num_outputs = weight_NK.shape[0]
+    if plan.kernel == "gated":
+        if num_outputs % 2:
+            raise ValueError(f"a gated product needs a weight of two halves, got {num_outputs}")
+        num_outputs //= 2
     if weight_NK.shape[1] != num_inputs:
         raise ValueError(f"weight has {weight_NK.shape[1]} inputs, x has {num_inputs}")
     expected = (plan.num_splits, num_rows, num_outputs)
@@ -323,9 +332,9 @@ def _check(x_MK: Tensor, weight_NK: Tensor, out_SMN: Tensor, plan: ProductPlan) 
         )
     if plan.kernel == "row" and num_rows > MAX_ROW_KERNEL_ROWS:
         raise ValueError(f"the row kernel takes {MAX_ROW_KERNEL_ROWS} rows, got {num_rows}")
-    if plan.kernel == "streamed":
+    if plan.kernel in ("streamed", "gated"):
         if x_MK.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"the streamed kernel takes 16-bit floats, got {x_MK.dtype}")
+            raise ValueError(f"the {plan.kernel} kernel takes 16-bit floats, got {x_MK.dtype}")
         if x_MK.stride(0) % 8 or weight_NK.stride(0) % 8:
             raise ValueError(
                 "the copy engine needs rows that start at multiples of 16 bytes, got strides "

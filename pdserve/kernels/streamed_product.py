@@ -15,6 +15,10 @@ because four things decide here that plain Triton leaves to its pipeliner:
 4. A result of 64 rows or more is turned in shared memory and leaves in whole lines: a register
    holds but 2 bytes of a line. (On an H200: 2 % of the widest product at 128 rows, 2-5 % at 256.)
 
+A gated product reads two tiles a stage, of the weight's upper half (gate) and lower half (up), and
+writes silu(gate) * up: neither half's result goes to memory, and no kernel stands between it and
+the next product.
+
 The order in which a result is added up depends on K and S alone, neither on M nor on the tile.
 """
 
@@ -40,6 +44,22 @@ def _locate(unit, num_m_tiles, num_splits, num_k_blocks):
     k_begin = num_k_blocks * split // num_splits
     k_end = num_k_blocks * (split + 1) // num_splits
     return n_tile, m_tile, split, k_begin, k_end
+
+
+@gluon.jit
+def _request_weights(
+    weight_desc, weights, ready, stage, n_begin, k_begin, num_outputs, is_wanted,
+    NUM_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Asks for a stage's tile of weights, of a gated product for one of each half."""
+    for part in gl.static_range(NUM_PARTS):
+        tma.async_copy_global_to_shared(
+            weight_desc,
+            [n_begin + part * num_outputs, k_begin],
+            ready,
+            weights.index(stage * NUM_PARTS + part),
+            pred=is_wanted,
+        )
 
 
 @gluon.jit
@@ -83,22 +103,26 @@ def streamed_product_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    IS_GATED: gl.constexpr,
     HAS_BULK_STORE: gl.constexpr,
     USE_PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Computes out[split, m, n] for units program_id, program_id + programs, ..."""
+    NUM_PARTS: gl.constexpr = 2 if IS_GATED else 1
     if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = weight_desc.dtype
-    weights = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
+    weights = gl.allocate_shared_memory(
+        dtype, [NUM_STAGES * NUM_PARTS, BLOCK_N, BLOCK_K], weight_desc.layout
+    )
     rows = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
 
-    stage_bytes: gl.constexpr = weight_desc.block_type.nbytes + x_desc.block_type.nbytes
+    stage_bytes: gl.constexpr = NUM_PARTS * weight_desc.block_type.nbytes + x_desc.block_type.nbytes
     first = gl.program_id(0)
     step = gl.num_programs(0)
 
@@ -107,13 +131,10 @@ def streamed_product_kernel(
     for stage in gl.static_range(NUM_STAGES):
         has_load = load_unit < num_units
         mbarrier.expect(full.index(stage), stage_bytes, pred=has_load)
-        tma.async_copy_global_to_shared(
-            weight_desc,
-            [load_n * BLOCK_N, load_k * BLOCK_K],
-            full.index(stage),
-            weights.index(stage),
-            pred=has_load,
-        )
+        _request_weights(
+            weight_desc, weights, full.index(stage), stage, load_n * BLOCK_N, load_k * BLOCK_K,
+            num_outputs, has_load, NUM_PARTS,
+        )  # fmt: skip
         load_k += 1
         if load_k == load_end:
             load_unit += step
@@ -139,10 +160,15 @@ def streamed_product_kernel(
                 load_unit, num_m_tiles, num_splits, num_k_blocks
             )
 
+    # A tile of few outputs is shared among warps by its rows as well.
+    m_warps: gl.constexpr = max(1, 16 * num_warps // BLOCK_N)
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, 16]
+        version=[3, 0],
+        warps_per_cta=[num_warps // m_warps, m_warps],
+        instr_shape=[16, BLOCK_M // m_warps, 16],
     )
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
+    up = acc
     slot = 0
     phase = 0
     freed = 0
@@ -151,23 +177,27 @@ def streamed_product_kernel(
         n_tile, m_tile, split, k_begin, k_end = _locate(unit, num_m_tiles, num_splits, num_k_blocks)
         for k in range(k_begin, k_end):
             mbarrier.wait(full.index(slot), phase)
+            x_tile = rows.index(slot).permute((1, 0))
             acc = warpgroup_mma(
-                weights.index(slot),
-                rows.index(slot).permute((1, 0)),
-                acc,
-                use_acc=k != k_begin,
-                is_async=True,
+                weights.index(slot * NUM_PARTS), x_tile, acc, use_acc=k != k_begin, is_async=True
             )
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            if IS_GATED:
+                up = warpgroup_mma(
+                    weights.index(slot * NUM_PARTS + 1),
+                    x_tile,
+                    up,
+                    use_acc=k != k_begin,
+                    is_async=True,
+                )
+                acc, up = warpgroup_mma_wait(num_outstanding=2, deps=(acc, up))
+            else:
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             has_load = has_freed & (load_unit < num_units)
             mbarrier.expect(full.index(freed), stage_bytes, pred=has_load)
-            tma.async_copy_global_to_shared(
-                weight_desc,
-                [load_n * BLOCK_N, load_k * BLOCK_K],
-                full.index(freed),
-                weights.index(freed),
-                pred=has_load,
-            )
+            _request_weights(
+                weight_desc, weights, full.index(freed), freed, load_n * BLOCK_N,
+                load_k * BLOCK_K, num_outputs, has_load, NUM_PARTS,
+            )  # fmt: skip
             tma.async_copy_global_to_shared(
                 x_desc,
                 [load_m * BLOCK_M, load_k * BLOCK_K],
@@ -188,7 +218,11 @@ def streamed_product_kernel(
             if slot == NUM_STAGES:
                 slot = 0
                 phase ^= 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        if IS_GATED:
+            acc, up = warpgroup_mma_wait(num_outstanding=0, deps=(acc, up))
+            acc = acc / (1.0 + gl.exp(-acc)) * up
+        else:
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if HAS_BULK_STORE:
             # The only unit of this program: nothing else will be loaded into its ring.
             ring = weights if BLOCK_N > BLOCK_M else rows

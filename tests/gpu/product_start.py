@@ -17,7 +17,11 @@ from pdserve.kernels.product_plan import ProductPlan
 from pdserve.kernels.product_table import LayerShape
 from pdserve.kernels.small_product import small_product
 
-SHAPES = (LayerShape(num_outputs=320, num_inputs=512), LayerShape(num_outputs=1000, num_inputs=512))
+SHAPES = (
+    LayerShape(num_outputs=320, num_inputs=512),
+    LayerShape(num_outputs=656, num_inputs=512, is_gated=True),
+    LayerShape(num_outputs=1000, num_inputs=512),
+)
 NUM_ROWS = (1, 8, 70, 250)
 
 
@@ -27,9 +31,12 @@ def refuse(*arguments: object, **settings: object) -> None:
 
 def check(weight: Tensor, num_rows: int, plan: ProductPlan, *, use_pdl: bool) -> None:
     x = torch.randn(num_rows, weight.shape[1], device="cuda").to(weight.dtype)
-    out = torch.full((plan.num_splits, num_rows, weight.shape[0]), torch.nan, device="cuda")
-    small_product(x, weight, out, plan, use_pdl=use_pdl)
     expected = x.double() @ weight.double().T
+    if plan.kernel == "gated":
+        gate, up = expected.chunk(2, dim=-1)
+        expected = gate * gate.sigmoid() * up
+    out = torch.full((plan.num_splits, *expected.shape), torch.nan, device="cuda")
+    small_product(x, weight, out, plan, use_pdl=use_pdl)
     error = (out.double().sum(0) - expected).norm() / expected.norm()
     assert error < 1e-4, f"{plan} of {num_rows} rows: {error}"
 

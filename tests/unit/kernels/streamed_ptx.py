@@ -28,7 +28,13 @@ MAX_SHARED_BYTES = 227 * 1024
 
 
 def compile_kernel(
-    block_n: int, block_m: int, block_k: int, num_stages: int, num_warps: int, use_pdl: bool
+    block_n: int,
+    block_m: int,
+    block_k: int,
+    num_stages: int,
+    num_warps: int,
+    use_pdl: bool,
+    is_gated: bool = False,
 ) -> str:
     """Returns the PTX, after ptxas has accepted it."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -37,6 +43,7 @@ def compile_kernel(
         "BLOCK_M": block_m,
         "BLOCK_K": block_k,
         "NUM_STAGES": num_stages,
+        "IS_GATED": is_gated,
         "HAS_BULK_STORE": block_m >= MIN_BULK_ROWS,
         "USE_PDL": use_pdl,
         "num_warps": num_warps,

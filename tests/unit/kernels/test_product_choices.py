@@ -17,6 +17,7 @@ SHAPES = (
 
 
 WHOLE_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+GATED_8B = ((28672, 4096), (14336, 4096))
 HALF_8B = ((3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168), (64128, 4096))
 
 
@@ -28,7 +29,8 @@ def test_the_shapes_of_llama_8b_on_one_gpu_and_on_two_come_with_measured_plans(
 ) -> None:
     choices = load_defaults().choices
     for num_outputs, num_inputs in sizes:
-        shape = LayerShape(num_outputs=num_outputs, num_inputs=num_inputs)
+        is_gated = (num_outputs, num_inputs) in GATED_8B
+        shape = LayerShape(num_outputs=num_outputs, num_inputs=num_inputs, is_gated=is_gated)
         assert tuple(choices[shape]) == buckets
 
 
@@ -66,3 +68,18 @@ def test_inputs_that_the_copy_engine_cannot_address_go_to_the_portable_kernels()
 def test_only_few_rows_are_tried_without_tensor_cores() -> None:
     assert "row" in {plan.kernel for plan in HOPPER.list_plans(SMALL, 4)}
     assert "row" not in {plan.kernel for plan in HOPPER.list_plans(SMALL, 16)}
+
+
+def test_of_a_gated_layer_products_with_and_without_the_gate_are_tried() -> None:
+    shape = LayerShape(num_outputs=3072, num_inputs=576, is_gated=True)
+    for num_rows in ROW_BUCKETS:
+        kernels = {plan.kernel for plan in HOPPER.list_plans(shape, num_rows)}
+        assert {"gated", "streamed"} <= kernels
+        assert "gated" not in {plan.kernel for plan in AMPERE.list_plans(shape, num_rows)}
+    assert HOPPER.fix_plan(shape).kernel == "gated"
+    assert AMPERE.fix_plan(shape).kernel == "tiled"
+
+
+def test_a_layer_without_a_gate_is_never_given_one() -> None:
+    for num_rows in ROW_BUCKETS:
+        assert "gated" not in {plan.kernel for plan in HOPPER.list_plans(SMALL, num_rows)}

@@ -33,6 +33,10 @@ def test_a_plan_survives_json() -> None:
         ({"programs_per_sm": 0}, "programs_per_sm must be at least 1"),
         ({"num_warps": 8}, "16 outputs a warp, got 8 warps for block_n 64"),
         ({"num_warps": 2}, "4 or 8 warps"),
+        ({"kernel": "gated"}, "one split and a program a tile"),
+        ({"kernel": "gated", "num_splits": 1, "block_n": 32}, "64 outputs a tile"),
+        ({"kernel": "gated", "num_splits": 1, "num_warps": 2}, "a gated plan needs 4 or 8 warps"),
+        ({"kernel": "gated", "num_splits": 1, "programs_per_sm": 1}, "a program a tile"),
         ({"colour": 1}, "not a product plan"),
     ],
 )

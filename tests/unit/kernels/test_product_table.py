@@ -140,7 +140,7 @@ def test_a_shape_without_a_fixed_plan_is_an_error_in_deterministic_mode() -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 0}, "format 0, expected 1"),
+        ({"format": 0}, "format 0, expected 2"),
         ({"layers": [{"num_outputs": 1}]}, "not a product table"),
         ({"layers": 3}, "not a product table"),
     ],

@@ -141,3 +141,18 @@ def test_the_streamed_kernel_refuses_rows_that_the_copy_engine_cannot_address() 
 def test_the_streamed_kernel_refuses_floats_of_32_bits() -> None:
     with pytest.raises(ValueError, match="16-bit"):
         multiply(torch.zeros(2, 64), torch.zeros(64, 64), STREAMED)
+
+
+GATED = ProductPlan(kernel="gated", num_splits=1, block_n=64, block_k=64, num_stages=3, num_warps=4)
+
+
+@pytest.mark.parametrize(
+    ("num_weights", "num_outputs", "message"),
+    [(129, 64, "two halves, got 129"), (128, 128, r"out must be contiguous \(1, 2, 64\)")],
+)
+def test_a_gated_product_needs_a_weight_of_two_halves_and_room_for_one(
+    num_weights: int, num_outputs: int, message: str
+) -> None:
+    x, weight = torch.zeros(2, 64).half(), torch.zeros(num_weights, 64).half()
+    with pytest.raises(ValueError, match=message):
+        small_product(x, weight, torch.zeros(1, 2, num_outputs), GATED)
