@@ -276,7 +276,7 @@ def tune(bench: Bench, rows: int, layers: Sequence[str]) -> dict[str, object]:
         floor = shape.floor_us(rows, 4.55e12, 780e12)
         print(f"M{rows} {shape.name} floor {floor:.1f} torch {torch_us:.1f}:", *best, flush=True)
     names = [shape.name for shape in bench.shapes[:4]]
-    plans = {name: ranked[name][0][1] for name in names}
+    plans = {name: _best(ranked[name], not layers or name in layers) for name in names}
     best_ms = bench.time_chain(rows, plans)
     for name in (*names, *names[:2]):
         if layers and name not in layers:
@@ -285,6 +285,7 @@ def tune(bench: Bench, rows: int, layers: Sequence[str]) -> dict[str, object]:
             if plan == plans[name]:
                 continue
             ms = bench.time_chain(rows, {**plans, name: plan})
+            print(f"  {name} by {describe(plan)}: {ms:.3f} ms, best {best_ms:.3f}", flush=True)
             if ms < best_ms * 0.9985:
                 best_ms, plans = ms, {**plans, name: plan}
     torch_ms = bench.time_chain(rows, dict.fromkeys(names))
@@ -297,7 +298,7 @@ def tune(bench: Bench, rows: int, layers: Sequence[str]) -> dict[str, object]:
         exact = bench.time_chain(fewer, plans)
         padded = bench.time_chain(fewer, plans, padded_rows=rows)
         print(f"M{fewer} chain {exact:.3f}, in buffers of {rows} rows {padded:.3f}", flush=True)
-    plans["lm_head"] = ranked["lm_head"][0][1]
+    plans["lm_head"] = _best(ranked["lm_head"], not layers or "lm_head" in layers)
     return {
         "rows": rows,
         "chain_ms": best_ms,
@@ -307,6 +308,13 @@ def tune(bench: Bench, rows: int, layers: Sequence[str]) -> dict[str, object]:
             name: [[us, describe(plan)] for us, plan in pairs] for name, pairs in ranked.items()
         },
     }
+
+
+def _best(ranked: Sequence[tuple[float, Plan]], is_tuned: bool) -> Plan:
+    """Returns the quickest plan; of a layer that keeps its own, that one."""
+    if is_tuned:
+        return ranked[0][1]
+    return next((plan for _, plan in ranked if plan is not None), None)
 
 
 def update_defaults(
