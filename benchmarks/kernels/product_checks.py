@@ -58,6 +58,11 @@ def make_weight(
     return (weight / num_inputs**0.5 if kernel == "gated" else weight).bfloat16()
 
 
+MAX_ERROR = 1e-5
+MAX_ERRORS: dict[KernelName, float] = {"gated": 1e-4}
+"""Relative; a gated product adds up 14336 inputs in one go, where others split them."""
+
+
 def list_plans(kernel: KernelName, num_splits: int) -> list[ProductPlan]:
     """Returns plans of one kernel that differ in every field."""
     cuts: tuple[tuple[int, int, int, int, int | None], ...] = STREAMED
@@ -99,7 +104,7 @@ def check_values(kernel: KernelName) -> float:
                 out = torch.full(shape, torch.nan, device="cuda")
                 small_product(x, weight, out, plan, use_pdl=use_pdl)
                 error = (out.double().sum(0) - expected).norm() / expected.norm()
-                if not error.item() < 1e-5:
+                if not error.item() < MAX_ERRORS.get(kernel, MAX_ERROR):
                     print(f"WRONG {plan} {num_rows} rows, pdl {use_pdl}: {error.item():.2e}")
                 worst = max(worst, error.nan_to_num(9.0).item())
     return worst
@@ -158,7 +163,7 @@ def main() -> None:
     is_equal = check_rows_alone(kernel)
     is_cut = check_cut_tiles(kernel)
     print(f"{kernel}: relative error {worst:.1e}, rows alone {is_equal}, cut tiles {is_cut}")
-    sys.exit(0 if worst < 1e-5 and is_cut else 1)
+    sys.exit(0 if worst < MAX_ERRORS.get(kernel, MAX_ERROR) and is_cut else 1)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,15 @@ def rotate_and_store_kernel(
         q_gain_2 = tl.load(q_gain_ptr + HALF + dims, mask=dims < HALF, other=0).to(tl.float32)
         k_gain_1 = tl.load(k_gain_ptr + dims, mask=dims < HALF, other=0).to(tl.float32)
         k_gain_2 = tl.load(k_gain_ptr + HALF + dims, mask=dims < HALF, other=0).to(tl.float32)
+    # Positions, slots and tables are those of the step: no kernel of a layer writes them.
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if IS_ROTATED:
+        position = tl.load(positions_ptr + row).to(tl.int64)
+        turn = position * HALF + dims
+        cos = tl.load(cos_ptr + turn, mask=dims < HALF, other=0)
+        sin = tl.load(sin_ptr + turn, mask=dims < HALF, other=0)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(slots_ptr + row).to(tl.int64)
     within = heads * HEAD_DIM + dims
     x_at = x_ptr + row * x_stride_m + within
     bias_at = bias_ptr + within
@@ -90,10 +96,6 @@ def rotate_and_store_kernel(
         first *= scale * tl.where(is_value, 1.0, tl.where(is_query, q_gain_1, k_gain_1))
         second *= scale * tl.where(is_value, 1.0, tl.where(is_query, q_gain_2, k_gain_2))
     if IS_ROTATED:
-        position = tl.load(positions_ptr + row).to(tl.int64)
-        turn = position * HALF + dims
-        cos = tl.load(cos_ptr + turn, mask=dims < HALF, other=0)
-        sin = tl.load(sin_ptr + turn, mask=dims < HALF, other=0)
         turned_1 = first * cos - second * sin
         turned_2 = second * cos + first * sin
         first = tl.where(is_value, first, turned_1)
