@@ -215,6 +215,22 @@ def call_streamed_product() -> None:
         multiply(plan, num_rows, 203, 328, torch.bfloat16)
 
 
+def call_gated_product() -> None:
+    for num_rows, block_n, num_warps in ((3, 64, 4), (70, 64, 4), (200, 64, 8), (100, 128, 8)):
+        plan = ProductPlan(
+            kernel="gated",
+            num_splits=1,
+            block_n=block_n,
+            block_k=64,
+            num_stages=3,
+            num_warps=num_warps,
+        )
+        x, weight = randn(num_rows, 328, dtype=torch.bfloat16), randn(406, 328).bfloat16()
+        out = nans(1, num_rows, 203, dtype=torch.bfloat16)
+        small_product(x, weight, out, plan, use_pdl=HAS_PDL)
+        check_written(out)
+
+
 def attend(
     dim: int,
     dtype: torch.dtype,
@@ -319,6 +335,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "streamed_decode": call_streamed_decode,
     "prefill_attention": call_prefill_attention,
     "streamed_product": call_streamed_product,
+    "gated_product": call_gated_product,
     "tiled_product": call_tiled_product,
     "row_product": call_row_product,
     "rotary_store": call_rotary_store,

@@ -48,9 +48,6 @@ class StreamTuning:
     """Tiles in shared memory, or as many as fit."""
     least_units: int = 4
     """Shares are no smaller."""
-    max_registers: int = MAX_REGISTERS
-    """Of a thread. What programs leave of a multiprocessor's registers and shared memory, those of
-    the next kernel may take while these still run."""
 
 
 def can_stream(q_MHD: Tensor, keys_SJD: Tensor, block_size: int, queries_per_sequence: int) -> bool:
@@ -168,5 +165,5 @@ def stream_attention(
         num_warps=NUM_WARPS,
         launch_pdl=use_pdl,
         WORKER_REGS=FILLING_REGISTERS,
-        maxnreg=min(tuning.max_registers, REGISTERS // (programs_per_sm * NUM_THREADS) // 8 * 8),
+        maxnreg=min(MAX_REGISTERS, REGISTERS // (programs_per_sm * NUM_THREADS) // 8 * 8),
     )
