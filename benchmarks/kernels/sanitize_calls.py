@@ -225,7 +225,10 @@ def call_gated_product() -> None:
             num_stages=3,
             num_warps=num_warps,
         )
-        x, weight = randn(num_rows, 328, dtype=torch.bfloat16), randn(406, 328).bfloat16()
+        x, weight = (
+            randn(num_rows, 328, dtype=torch.bfloat16),
+            randn(406, 328, dtype=torch.bfloat16),
+        )
         out = nans(1, num_rows, 203, dtype=torch.bfloat16)
         small_product(x, weight, out, plan, use_pdl=HAS_PDL)
         check_written(out)
