@@ -1,7 +1,7 @@
 """The transports of the hand-off between two GPUs: alone, and beside the prefill that feeds them.
 
 `python -m benchmarks.gpu_handoff [--transports push,nccl,gloo] [--parts idle,prefill,soak]`;
-needs two GPUs, under 8 minutes in all.
+needs two GPUs, under 8 minutes in all. `--transports push --decode-gpu 0` has both ends on one.
 
 KV of Llama-3-8B's shape in bfloat16 (128 KiB a token) in scattered blocks of 16 tokens on one GPU
 is sent over the links that workers use and scattered into other blocks on another GPU, a process
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.handoff_ends import Order
@@ -38,6 +38,15 @@ NUM_SOAK_ORDERS, SOAK_HANDOFFS, SOAK_FRAMES = 40, 50, 50
 MAX_GROWTH_MIB = 8.0
 Row = dict[str, object]
 Answer = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What all measurements of a run share."""
+
+    handoff: dict[str, object]
+    """Fields of `HandoffConfig`."""
+    decode_gpu: str
 
 
 @dataclass
@@ -85,10 +94,10 @@ def read_line(process: subprocess.Popen[str]) -> Answer:
 
 @contextmanager
 def starting(
-    transport: str, handoff: dict[str, object], *, computes: bool, leaves_early: bool = True
+    transport: str, setup: Setup, *, computes: bool, leaves_early: bool = True
 ) -> Iterator[Ends]:
-    """Runs both ends, each on a GPU of its own."""
-    settings = json.dumps({**handoff, "transports": [transport]})
+    """Runs both ends, a process each."""
+    settings = json.dumps({**setup.handoff, "transports": [transport]})
     trial = ("--trial",) if not gpu_names() else ()
     processes: list[subprocess.Popen[str]] = []
 
@@ -112,7 +121,7 @@ def starting(
         return process
 
     try:
-        decode = start("1", "decode")
+        decode = start(setup.decode_gpu, "decode")
         endpoint = json.dumps(read_line(decode))
         flags = ("--computes",) if computes else ()
         flags += () if leaves_early else ("--after-steps",)
@@ -129,10 +138,10 @@ def starting(
                 process.kill()
 
 
-def measure_idle(transport: str, handoff: dict[str, object]) -> list[Row]:
+def measure_idle(transport: str, setup: Setup) -> list[Row]:
     """Measures hand-offs between two idle GPUs."""
     rows: list[Row] = []
-    with starting(transport, handoff, computes=False) as ends:
+    with starting(transport, setup, computes=False) as ends:
         sent, landed = ends.run(Order(seed=1, num_tokens=2048, has_sum=True))
         if sent["sum"] != landed["sum"]:
             raise RuntimeError(f"{transport}: KV was sent as {sent['sum']}, got {landed['sum']}")
@@ -173,11 +182,11 @@ def _idle_row(transport: str, num_tokens: int, times_ms: Sequence[float]) -> Row
     return row
 
 
-def measure_beside_prefill(transport: str, handoff: dict[str, object]) -> list[Row]:
+def measure_beside_prefill(transport: str, setup: Setup) -> list[Row]:
     """Measures what streaming its KV costs a prefill worker, and what waiting for it costs KV."""
     periods: dict[bool, list[float]] = {True: [], False: []}
     waits_ms: list[float] = []
-    with starting(transport, handoff, computes=True) as ends:
+    with starting(transport, setup, computes=True) as ends:
         ends.run(Order(seed=1, num_tokens=2048, num_handoffs=4, computes=True))
         for number in range(NUM_ROUNDS):
             for ships in (False, True):
@@ -223,12 +232,12 @@ def measure_beside_prefill(transport: str, handoff: dict[str, object]) -> list[R
     ]
 
 
-def soak(transport: str, handoff: dict[str, object]) -> list[Row]:
+def soak(transport: str, setup: Setup) -> list[Row]:
     """Moves very many small frames, and looks at the memory of both ends."""
-    settings = {**handoff, "frame_tokens": 16, "frame_layers": None}
+    small = replace(setup, handoff={**setup.handoff, "frame_tokens": 16, "frame_layers": None})
     memory: list[list[int]] = []
     num_frames, started_s = 0, time.monotonic()
-    with starting(transport, settings, computes=False) as ends:
+    with starting(transport, small, computes=False) as ends:
         for number in range(NUM_SOAK_ORDERS):
             order = Order(
                 seed=number,
@@ -271,14 +280,16 @@ def main() -> int:
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
     parser.add_argument("--parts", default="idle,prefill,soak")
     parser.add_argument("--handoff", type=json.loads, default={}, help="fields of HandoffConfig")
+    parser.add_argument("--decode-gpu", default="1")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_handoff.json")
     arguments = parser.parse_args()
+    setup = Setup(handoff=arguments.handoff, decode_gpu=arguments.decode_gpu)
     started_s = time.perf_counter()
     rows: list[Row] = []
     failed: list[str] = []
 
     def save() -> None:
-        found = {"handoff": arguments.handoff, "failed": failed, "rows": rows}
+        found = {**asdict(setup), "failed": failed, "rows": rows}
         write_gpu("gpu_handoff", arguments.out, __doc__, started_s, **found)
 
     parts = arguments.parts.split(",")
@@ -287,7 +298,7 @@ def main() -> int:
             if part not in parts or (part != "idle" and transport == "gloo"):
                 continue
             try:
-                rows += measure(transport, arguments.handoff)
+                rows += measure(transport, setup)
                 save()
             except (RuntimeError, ValueError) as error:
                 # One transport must not cost the others.
