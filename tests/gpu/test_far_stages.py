@@ -18,13 +18,14 @@ from tests.gpu.test_engine import PARAMS, settings
 from tests.support import generation
 from tests.support.cuda_engine import make_cuda_runner
 from tests.support.device_ranks import RankChildren, device_ranks
+from tests.support.gpus import needs_gpus
 from tests.support.random_load import make_arrivals, play
 from tests.support.tiny_models import make_tiny
 
 NUM_BLOCKS = 40
 GREEDY = (SamplingParams(temperature=0.0),)
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = needs_gpus(2, "NCCL joins the stages")
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.support.gpus import needs_gpus
 from tests.support.shape_clusters import Shape, run_shapes
 from tests.support.tiny_models import make_tiny
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    needs_gpus(2, "Ray gives each rank one of its own"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray"),
 ]
 

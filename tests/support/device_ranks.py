@@ -1,6 +1,7 @@
-"""The CUDA engine as several tensor ranks, a process each: interpreted on the CPU, or on GPUs.
+"""The CUDA engine as several ranks, a process each: interpreted on the CPU, or on GPUs.
 
-Rank 0 is the calling process; the others obey it as followers do, over the same channels.
+Rank 0 is the calling process; the others obey it as followers do, over the same channels. Where
+there are fewer GPUs than ranks, they share them.
 """
 
 import os
@@ -36,6 +37,7 @@ from pdserve.rpc.channel import BlockingChannel, ChannelClosed, make_pair
 from pdserve.rpc.v1 import rank_pb2
 from pdserve.timeline import MonotonicClock
 from tests.support.cuda_engine import make_job
+from tests.support.gpus import gpu_of
 from tests.support.socket_wires import socket_wires
 
 TIMEOUT_S = 60.0
@@ -93,7 +95,7 @@ class RankChildren:
             argv = [sys.executable, "-m", "tests.support.device_ranks"]
             argv += [worker_config_to_json(worker), str(rank), str(folder)]
             argv += [str(num_blocks), device, str(theirs.fileno())]
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)}
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu_of(rank)}
             self.processes.append(
                 subprocess.Popen(argv, pass_fds=(theirs.fileno(),), env=environment)
             )

@@ -1,4 +1,4 @@
-"""A rank with links on a GPU of its own, without an engine: a process driven over a pipe.
+"""A rank with links on a GPU, without an engine: a process driven over a pipe.
 
 Both sides use what workers use: `KvTraffic`, `LinkPool`, `LinkListener`, `RankShipper` and
 `RankUnloader`. Frames follow one table of blocks; the decode side says when the last one is
@@ -59,11 +59,12 @@ class RankSettings:
 class GpuRank:
     """The parent's end of a rank process."""
 
-    def __init__(self, settings: RankSettings, gpu: int) -> None:
+    def __init__(self, settings: RankSettings, gpu: str) -> None:
+        """Starts it; `gpu` is all that its process sees, as CUDA_VISIBLE_DEVICES names it."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         try:
             self._process = context.Process(target=_live, args=(settings, theirs), daemon=True)
             self._process.start()
