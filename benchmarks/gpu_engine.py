@@ -148,7 +148,7 @@ class Bench:
             row |= {"host_ms": times.host_ms}
             row |= {"read_tb_per_s": read_bytes / ms / 1e9}
         else:
-            runs = 3 if target.batch * target.prompt > 16_384 else 7
+            runs = 3 if target.batch * target.prompt > 16_384 else 15
             ms = time_prefill(self.stand, target.batch, target.prompt, target.cached, runs)
             row |= {"tflop_per_s": target.floor_ms * 780 / ms}
         row |= {"ms": ms, "of_floor": ms / target.floor_ms, "holds": ms < target.must_ms}

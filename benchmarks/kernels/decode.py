@@ -68,14 +68,14 @@ class DecodeTimer:
 
     def __init__(self, shape: Shape) -> None:
         batch, length = shape
-        kv_bytes = 4 * batch * length * KV_HEADS * HEAD_DIM
-        num_sets = max(2, min(40, int(2 * L2_BYTES / kv_bytes) + 1))
+        self.kv_bytes = 4 * batch * length * KV_HEADS * HEAD_DIM
+        num_sets = max(2, min(40, int(2 * L2_BYTES / self.kv_bytes) + 1))
         self._q = make_queries(batch, LLAMA)
         sets = [make_paged_kv([length] * batch, KV_HEADS, HEAD_DIM) for _ in range(num_sets)]
         self._sets = [(kv, make_rotation(self._q, kv)) for kv in sets] * (1 if num_sets > 8 else 4)
         self._out = torch.empty_like(self._q)
         self._scratch = make_scratch(256, HEADS, HEAD_DIM, 32, "cuda")
-        self.floor_us = kv_bytes / READ_BYTES_PER_US
+        self.floor_us = self.kv_bytes / READ_BYTES_PER_US
 
     def time(self, tuning: Tuning | None, way: str) -> float:
         """Returns microseconds per launch; no tuning stands for the one that would be chosen."""

@@ -154,7 +154,7 @@ def stream_attention(
         D=head_dim,
         ROWS=padded_rows,
         MERGE_ROWS=triton.next_power_of_2(rows),
-        BATCH_PAD=max(128, triton.next_power_of_2(batch)),
+        BATCH_PAD=1 if batch == 1 else max(128, triton.next_power_of_2(batch)),
         BLOCK_SIZE=block_size,
         UNIT=unit,
         TILE=TILE_TOKENS,

@@ -77,8 +77,17 @@ def find_share(
 ):
     """Returns a share's size, where the team's begins, and the place there as `advance` does.
 
-    As `pdserve.kernels.decode_shares` has it, in units.
+    As `pdserve.kernels.decode_shares` has it, in units. A single sequence (`BATCH_PAD` 1) needs no
+    sums over the batch, and its first tile is asked for the sooner.
     """
+    if BATCH_PAD == 1:
+        length = gl.load(lengths_ptr)
+        origin, units = measure(length, T, UNIT, WINDOW)
+        share = gl.maximum(gl.cdiv(units, num_teams), gl.cdiv(units, max_splits - 1))
+        share = gl.maximum(share, least_units)
+        place = team * share
+        left = gl.maximum(gl.minimum(share, units - place), 0)
+        return share, place, team * 0, place, units, length, origin, left
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     offs_b = gl.arange(0, BATCH_PAD, layout)
     lengths = gl.load(lengths_ptr + offs_b, mask=offs_b < batch, other=0)
@@ -91,6 +100,6 @@ def find_share(
     left = gl.maximum(gl.minimum(share, total - place), 0)
     sequence = gl.sum((ends <= place).to(gl.int32), 0)
     unit = place - gl.max(gl.where(offs_b < sequence, ends, 0), 0)
-    length = gl.load(lengths_ptr + sequence, mask=left > 0, other=0)
+    length = gl.sum(gl.where(offs_b == sequence, lengths, 0), 0)
     origin, units = measure(length, T, UNIT, WINDOW)
     return share, place, sequence, unit, units, length, origin, left

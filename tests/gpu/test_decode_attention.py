@@ -28,7 +28,10 @@ def tuning(request: pytest.FixtureRequest) -> StreamTuning:
     return StreamTuning(programs_per_sm=request.param)
 
 
-@pytest.mark.parametrize("lengths", [RAGGED, (32768,), (100, 2000) * 32, (100, 7, 0, 331) * 64])
+@pytest.mark.parametrize(
+    "lengths",
+    [RAGGED, (5,), (700,), (32768,), (100, 2000) * 32, (100, 7, 0, 331) * 64],
+)
 def test_each_sequence_attends_to_all_of_its_kv(
     lengths: tuple[int, ...], tuning: StreamTuning
 ) -> None:
@@ -63,6 +66,14 @@ def test_windows_caps_queries_and_sizes_of_heads_and_blocks(
         block_size=block_size,
         tuning=tuning,
     )
+    assert error < ROUNDING
+
+
+@pytest.mark.parametrize("length", [2, 90, 1500])
+def test_several_queries_of_a_single_sequence_see_their_windows(
+    length: int, tuning: StreamTuning
+) -> None:
+    error = check_decode(LLAMA, (length,), queries=2, window=77, tuning=tuning)
     assert error < ROUNDING
 
 

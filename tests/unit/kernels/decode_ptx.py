@@ -32,7 +32,13 @@ MAX_REGISTERS = 128
 
 
 def compile_kernel(
-    head_dim: int, rows: int, queries: int, block_size: int, num_stages: int, use_pdl: bool
+    head_dim: int,
+    rows: int,
+    queries: int,
+    block_size: int,
+    num_stages: int,
+    use_pdl: bool,
+    batch_pad: int = 128,
 ) -> str:
     """Returns the PTX, after ptxas has accepted it."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -44,7 +50,7 @@ def compile_kernel(
         "D": head_dim,
         "ROWS": max(8, triton.next_power_of_2(rows)),
         "MERGE_ROWS": triton.next_power_of_2(rows),
-        "BATCH_PAD": 128,
+        "BATCH_PAD": batch_pad,
         "BLOCK_SIZE": block_size,
         "UNIT": unit,
         "TILE": TILE,

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-# head_dim, rows, queries, block_size, num_stages, use_pdl
+# head_dim, rows, queries, block_size, num_stages, use_pdl, sequences that sums are made over
 KERNELS = {
     "llama": (128, 4, 1, 16, 3, True),
+    "one sequence": (128, 4, 1, 16, 3, True, 1),
     "four queries": (128, 16, 4, 32, 3, True),
     "small heads": (64, 1, 1, 64, 6, True),
     "large heads": (256, 2, 1, 16, 3, False),
@@ -85,3 +86,9 @@ def test_a_piece_is_counted_only_after_all_threads_have_stored_it(
     assert "bar.sync" in before[-1]
     # and read by all of them only after it was counted
     assert any("bar.sync" in line for line in lines[count : count + 8])
+
+
+def test_a_single_sequence_needs_no_sums_over_the_batch(ptx: dict[str, str]) -> None:
+    one, many = (len(find_lines(ptx[name], r"shfl\.sync")) for name in ("one sequence", "llama"))
+    # a scan and four sums, in the part that attends and in the one that fills the ring
+    assert many - one >= 40
