@@ -22,7 +22,7 @@ HALF_8B = ((3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168), (64128, 4096
 
 
 @pytest.mark.parametrize(
-    ("sizes", "buckets"), [(WHOLE_8B, ROW_BUCKETS), (HALF_8B, (1, 2, 4, 8, 64))]
+    ("sizes", "buckets"), [(WHOLE_8B, ROW_BUCKETS), (HALF_8B, (1, 2, 4, 8, 64, 128, 256))]
 )
 def test_the_shapes_of_llama_8b_on_one_gpu_and_on_two_come_with_measured_plans(
     sizes: tuple[tuple[int, int], ...], buckets: tuple[int, ...]
