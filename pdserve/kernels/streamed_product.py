@@ -47,6 +47,16 @@ def _locate(unit, num_m_tiles, num_splits, num_k_blocks):
 
 
 @gluon.jit
+def _advance(unit, n_tile, m_tile, k, k_end, step, num_m_tiles, num_splits, num_k_blocks):
+    """Goes on by a block of K, at a unit's end to the program's next unit."""
+    k += 1
+    if k == k_end:
+        unit += step
+        n_tile, m_tile, _, k, k_end = _locate(unit, num_m_tiles, num_splits, num_k_blocks)
+    return unit, n_tile, m_tile, k, k_end
+
+
+@gluon.jit
 def _request_weights(
     weight_desc, weights, ready, stage, n_begin, k_begin, num_outputs, is_wanted,
     NUM_PARTS: gl.constexpr,
@@ -135,12 +145,10 @@ def streamed_product_kernel(
             weight_desc, weights, full.index(stage), stage, load_n * BLOCK_N, load_k * BLOCK_K,
             num_outputs, has_load, NUM_PARTS,
         )  # fmt: skip
-        load_k += 1
-        if load_k == load_end:
-            load_unit += step
-            load_n, load_m, _, load_k, load_end = _locate(
-                load_unit, num_m_tiles, num_splits, num_k_blocks
-            )
+        load_unit, load_n, load_m, load_k, load_end = _advance(
+            load_unit, load_n, load_m, load_k, load_end, step,
+            num_m_tiles, num_splits, num_k_blocks,
+        )  # fmt: skip
     if USE_PDL:
         gdc_wait()
     load_unit = first
@@ -153,12 +161,10 @@ def streamed_product_kernel(
             rows.index(stage),
             pred=load_unit < num_units,
         )
-        load_k += 1
-        if load_k == load_end:
-            load_unit += step
-            load_n, load_m, _, load_k, load_end = _locate(
-                load_unit, num_m_tiles, num_splits, num_k_blocks
-            )
+        load_unit, load_n, load_m, load_k, load_end = _advance(
+            load_unit, load_n, load_m, load_k, load_end, step,
+            num_m_tiles, num_splits, num_k_blocks,
+        )  # fmt: skip
 
     # A tile of few outputs is shared among warps by its rows as well.
     m_warps: gl.constexpr = max(1, 16 * num_warps // BLOCK_N)
@@ -206,12 +212,10 @@ def streamed_product_kernel(
                 pred=has_load,
             )
             if has_load:
-                load_k += 1
-                if load_k == load_end:
-                    load_unit += step
-                    load_n, load_m, _, load_k, load_end = _locate(
-                        load_unit, num_m_tiles, num_splits, num_k_blocks
-                    )
+                load_unit, load_n, load_m, load_k, load_end = _advance(
+                    load_unit, load_n, load_m, load_k, load_end, step,
+                    num_m_tiles, num_splits, num_k_blocks,
+                )  # fmt: skip
             has_freed = True
             freed = slot
             slot += 1
