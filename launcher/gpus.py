@@ -14,7 +14,7 @@ from pdserve.request import Role
 DEVICE_FOLDER = Path("/dev")
 WSL_DEVICE = "dxg"
 """All GPUs of a Windows host, which have no files of their own."""
-_DEVICE_FILE = re.compile(r"nvidia(\d+)")
+_DEVICE_FILE = re.compile(r"nvidia\d+")
 
 
 def find_gpus(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> tuple[str, ...]:
@@ -22,14 +22,15 @@ def find_gpus(visible: str | None, device_folder: Path = DEVICE_FOLDER) -> tuple
 
     Args:
         visible: this process's own CUDA_VISIBLE_DEVICES, which wins; None where it is not set.
-        device_folder: where the driver puts a file for each.
+        device_folder: where the driver puts a file for each. CUDA counts those that are there from
+            0 on, whatever the files' numbers: a container may have only some.
     """
     if visible is not None:
         return tuple(name for name in (part.strip() for part in visible.split(",")) if name)
     if not device_folder.is_dir():
         return ()
-    found = (_DEVICE_FILE.fullmatch(entry.name) for entry in device_folder.iterdir())
-    return tuple(sorted((match[1] for match in found if match), key=int))
+    count = sum(bool(_DEVICE_FILE.fullmatch(entry.name)) for entry in device_folder.iterdir())
+    return tuple(str(index) for index in range(count))
 
 
 def pick_gpus(gpus: Sequence[str], taken: Sequence[str], num_ranks: int) -> tuple[str, ...]:

@@ -12,10 +12,12 @@ from pdserve.errors import ConfigError
 from pdserve.request import Role
 
 
-def test_the_drivers_files_are_counted_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for name in ("nvidia10", "nvidia2", "nvidia0", "nvidiactl", "nvidia-uvm", "sda1"):
+def test_gpus_of_a_container_that_has_only_some_are_named_as_cuda_counts_them(
+    tmp_path: Path,
+) -> None:
+    for name in ("nvidia10", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "sda1"):
         (tmp_path / name).touch()
-    assert find_gpus(None, tmp_path) == ("0", "2", "10")
+    assert find_gpus(None, tmp_path) == ("0", "1", "2")
 
 
 def test_what_the_user_made_visible_wins(tmp_path: Path) -> None:
