@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.handoff_ends import Order
+from benchmarks.handoff_order import Order
 from benchmarks.report import RESULTS, gpu_names, write_gpu
 
 KV_BYTES_PER_TOKEN = 131_072

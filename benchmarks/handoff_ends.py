@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_engine import Bench
+from benchmarks.handoff_order import NUM_BLOCKS, Order, reservation_of, table_of
 from benchmarks.processes import memory_bytes
 from benchmarks.prompt_stream import EVENT_TIMEOUT_S, PromptStream
 from benchmarks.shapes import LLAMA_3_8B
@@ -47,25 +47,7 @@ from pdserve.rpc.channel import make_pair as make_sockets
 from pdserve.timeline import MonotonicClock
 from prefill_worker.rank import make_links as make_sender
 
-NUM_BLOCKS = 4096
-PAUSE_S = 0.005
 INCARNATIONS = {Role.PREFILL: Incarnation(1), Role.DECODE: Incarnation(2)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """One measurement: some hand-offs of prompts of one length, one after another."""
-
-    seed: int
-    num_tokens: int
-    num_handoffs: int = 1
-    computes: bool = False
-    """Prompts are computed, each handed off once it is done; else their KV lies there."""
-    ships: bool = True
-    has_sum: bool = False
-    """Tell the sum of all values, to compare both ends; and the memory that is in use."""
-    pause_s: float = PAUSE_S
-    """Before each, until both GPUs are idle and all slots are granted again."""
 
 
 class NoRunner:
@@ -145,17 +127,6 @@ def fill(kv: KvTensors) -> None:
     for layer in range(len(kv.part.layers)):
         for part in kv.layer(layer):
             part.normal_()
-
-
-def reservation_of(order: Order, index: int) -> ReservationId:
-    """Names a hand-off, alike on both ends."""
-    return ReservationId(random.Random(f"{order.seed} {index}").randbytes(16))
-
-
-def table_of(order: Order, index: int, side: Role) -> tuple[BlockId, ...]:
-    """Draws the scattered blocks of a prompt; on either end others."""
-    numbers = random.Random(f"{order.seed} {index} {side}")
-    return tuple(BlockId(one) for one in numbers.sample(range(NUM_BLOCKS), order.num_tokens // 16))
 
 
 def expected_of(

@@ -24,7 +24,8 @@ import torch
 
 from benchmarks.gpu_engine import Bench
 from benchmarks.gpu_handoff import Answer, read_line, write_line
-from benchmarks.handoff_ends import INCARNATIONS, Order, PrefillEnd, Setting
+from benchmarks.handoff_ends import INCARNATIONS, PrefillEnd, Setting
+from benchmarks.handoff_order import Order
 from benchmarks.report import RESULTS, write_gpu
 from kv_transfer.protocol import LinkEndpoint
 from kv_transfer.transport import LinkPeer

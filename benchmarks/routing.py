@@ -57,6 +57,13 @@ def make_cases(
         seed: of those that are made up.
         stretch: takes the n-th part of the trace that is so long; None: the busiest.
     """
+    cases = _make_generated(num_requests, seed)
+    if trace is not None:
+        cases.append(_make_traced(trace, num_requests, stretch))
+    return cases
+
+
+def _make_generated(num_requests: int, seed: int) -> list[Case]:
     lengths = Lengths()
     num_warm_up = num_requests // 3
     plain = Case(
@@ -67,7 +74,7 @@ def make_cases(
         num_warm_up=num_warm_up,
         slo=Slo(ttft_s=0.5, tpot_s=0.03),
     )
-    cases = [
+    return [
         plain,
         replace(
             plain,
@@ -105,23 +112,22 @@ def make_cases(
             slo=Slo(ttft_s=0.5, tpot_s=0.03),
         ),
     ]
-    if trace is not None:
-        whole = read_trace(trace)
-        if stretch is None:
-            sample = take_busiest(whole, num_requests)
-        else:
-            sample = take_stretch(whole, num_requests, stretch)
-        cases.append(
-            Case(
-                name="mooncake conversation",
-                workload=scale_rate(sample.workload, 7.0),
-                num_prefill=12,
-                num_decode=8,
-                num_warm_up=sample.num_warm_up,
-                slo=Slo(ttft_s=5.0, tpot_s=0.03),
-            )
-        )
-    return cases
+
+
+def _make_traced(trace: Path, num_requests: int, stretch: int | None) -> Case:
+    whole = read_trace(trace)
+    if stretch is None:
+        sample = take_busiest(whole, num_requests)
+    else:
+        sample = take_stretch(whole, num_requests, stretch)
+    return Case(
+        name="mooncake conversation",
+        workload=scale_rate(sample.workload, 7.0),
+        num_prefill=12,
+        num_decode=8,
+        num_warm_up=sample.num_warm_up,
+        slo=Slo(ttft_s=5.0, tpot_s=0.03),
+    )
 
 
 def run_case(case: Case, policy: str, profile: Profile) -> Report:

@@ -138,25 +138,16 @@ class RouterFront:
         """
         self._config = config
         self.front_id = FrontId(f"front-{secrets.token_hex(8)}")
-        self.metrics_registry = CollectorRegistry()
+        series = self.metrics_registry = CollectorRegistry()
         model = ServedModel.load(config)
         engine, name = str(config.front_number), model.limits.served_name
-        self._metrics = RouterMetrics(self.metrics_registry, name, engine)
-        series = self.metrics_registry
-        self.brain: Brain | FarBrain
-        if config.brain_socket is None:
-            self.brain = Brain(config, registry, clock, self.front_id, loads, series, name)
-        else:
-            self.brain = FarBrain(config, registry, clock, self.front_id, series, name)
+        self._metrics = RouterMetrics(series, name, engine)
+        self.brain = _make_brain(config, registry, clock, self.front_id, loads, series, name)
         self.pool = self.brain.pool
+        admission = Admission(config.max_queued, config.max_in_flight)
+        limits, table = _limits_of(config), model.tokenizer.table
         self.dispatcher = Dispatcher(
-            self.pool,
-            self.brain.placer,
-            Admission(config.max_queued, config.max_in_flight),
-            clock,
-            _limits_of(config),
-            model.tokenizer.table,
-            self._metrics,
+            self.pool, self.brain.placer, admission, clock, limits, table, self._metrics
         )
         self.intake = Intake(
             model.request_maker(self.pool, self.front_id),
@@ -167,13 +158,7 @@ class RouterFront:
             parse_slo_classes(config.slo_classes),
         )
         self._keyring = read_keyring(config, secrets.token_bytes(32))
-        identity = ServerIdentity(
-            front_id=self.front_id,
-            version=VERSION,
-            process_name=_process_name(config),
-            started_at_s=clock.now(),
-            model_info=model.info,
-        )
+        identity = _identity_of(config, self.front_id, model, clock.now())
         self.desk = FrontDesk(
             self.dispatcher,
             lambda: describe_front(identity, self.dispatcher, self.pool, self._state, clock.now()),
@@ -281,6 +266,33 @@ class RouterFront:
                 num_running=self.dispatcher.num_in_flight - num_waiting, num_waiting=num_waiting
             )
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
+def _make_brain(
+    config: RouterConfig,
+    registry: Registry,
+    clock: Clock,
+    front_id: FrontId,
+    loads: LoadChannel | None,
+    series: CollectorRegistry,
+    model_name: str,
+) -> Brain | FarBrain:
+    """Returns one of this front's own, or the way to that of several fronts."""
+    if config.brain_socket is None:
+        return Brain(config, registry, clock, front_id, loads, series, model_name)
+    return FarBrain(config, registry, clock, front_id, series, model_name)
+
+
+def _identity_of(
+    config: RouterConfig, front_id: FrontId, model: ServedModel, started_at_s: float
+) -> ServerIdentity:
+    return ServerIdentity(
+        front_id=front_id,
+        version=VERSION,
+        process_name=_process_name(config),
+        started_at_s=started_at_s,
+        model_info=model.info,
+    )
 
 
 def _limits_of(config: RouterConfig) -> Limits:

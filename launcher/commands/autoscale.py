@@ -93,28 +93,20 @@ def autoscale(
     if settings.prefill.most == 0:
         # Decode replicas prefill: there need be no such object.
         del objects[Role.PREFILL]
-    api = KubernetesApi(
-        KubernetesConfig(
-            url=api_url,
-            token_file=token_file,
-            ca_file=ca_file,
-            namespace=namespace or read_namespace(),
-        )
+    api = KubernetesConfig(
+        url=api_url,
+        token_file=token_file,
+        ca_file=ca_file,
+        namespace=namespace or read_namespace(),
     )
     pools = KubernetesPools(
-        api,
+        KubernetesApi(api),
         objects,
         RedisRegistry(redis, cluster),
         router_selector=router_selector,
         router_port=router_port,
     )
-    stopped = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    stopped = _hear_signals()
     with (
         pools,
         Autoscaling(
@@ -130,6 +122,18 @@ def autoscale(
         write_line(f"sizes {prefill_pool} {prefill} and {decode_pool} {decode}")
         stopped.wait()
     return 0
+
+
+def _hear_signals() -> threading.Event:
+    """Returns what SIGTERM and SIGINT set from now on."""
+    stopped = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stopped
 
 
 def _leaves_by_number(objects: dict[Role, PoolObject]) -> bool:

@@ -159,19 +159,9 @@ class CudaRunner:
         self._number = 0
         """Of the step launched last."""
         self._flying: deque[CudaStep] = deque()
-        self._assembler = Assembler(
-            inputs,
-            ShapeChooser(self._shapes),
-            StepLimits(
-                block_size=kv.geometry.block_size,
-                num_blocks=kv.num_blocks,
-                vocab_size=model.config.vocab_size,
-                max_model_len=max_model_len,
-                keeps_prompts_apart=is_deterministic,
-            ),
-            input_limits.max_seqs,
-            num_lanes,
-        )
+        limits = _limits_of(model, kv, max_model_len, keeps_prompts_apart=is_deterministic)
+        shapes, max_seqs = ShapeChooser(self._shapes), input_limits.max_seqs
+        self._assembler = Assembler(inputs, shapes, limits, max_seqs, num_lanes)
         self._max_model_len = max_model_len
 
     @torch.inference_mode()
@@ -333,3 +323,15 @@ class CudaRunner:
         at = torch.tensor([slot.row for slot in step.slots]).to(hidden.device, non_blocking=True)
         logits = self.model.score_share(hidden.index_select(0, at))
         return logits, scores, slots
+
+
+def _limits_of(
+    model: CudaModel, kv: KvTensors, max_model_len: int, *, keeps_prompts_apart: bool
+) -> StepLimits:
+    return StepLimits(
+        block_size=kv.geometry.block_size,
+        num_blocks=kv.num_blocks,
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        keeps_prompts_apart=keeps_prompts_apart,
+    )

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from pdserve.config.engine import EngineConfig
 from pdserve.config.load import read_visible_gpus
 from pdserve.config.wire import worker_config_to_json
 from pdserve.config.worker import WorkerConfig
@@ -197,28 +198,8 @@ async def start_ranks(
         gpus: tuple[str | None, ...] = (None,) * num_local
         if engine.device == "cuda":
             gpus = deal_gpus(read_visible_gpus(), num_local)
-        digest = b""
-        if engine.num_ranks > 1:
-            # Here already: the ranks would find out as well, after an import of torch each.
-            model = read_model_config(Path(engine.model))
-            digest = geometry_of(model, engine).digest()
-        remote = tuple(
-            RemoteStage(
-                stage=claimed.stage,
-                ranks=_ranks_of(claimed.stage, engine.tensor_parallel),
-                node=claimed.node,
-                channel=claimed.orders,
-                silence_s=config.stage_silence_s,
-                on_key=relay.put,
-                on_leaving=handlers.on_leaving,
-                compatibility_digest=digest,
-            )
-            for claimed in stages
-        )
-        for stage in remote:
-            # Neither is needed there, and neither should travel.
-            told = replace(config, redis_url="", stage_token=None)
-            await stage.start(worker_config_to_json(told))
+        digest = _digest_of(engine)
+        remote = await _start_stages(config, stages, digest, handlers, relay)
         unless_started.pop_all()
     is_alone = engine.num_ranks == 1
     folder = None if is_alone or stages else Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
@@ -238,6 +219,52 @@ async def start_ranks(
     fds.close()
     relay.ranks, relay.stages = local, remote
     return RankGroup(local, remote, relay, folder)
+
+
+def _digest_of(engine: EngineConfig) -> bytes:
+    """Returns that of the KV's geometry; empty where there is one rank.
+
+    Here already: the ranks would find out as well, after an import of torch each.
+
+    Raises:
+        ConfigError: so many ranks cannot share the model.
+    """
+    if engine.num_ranks == 1:
+        return b""
+    model = read_model_config(Path(engine.model))
+    return geometry_of(model, engine).digest()
+
+
+async def _start_stages(
+    config: WorkerConfig,
+    stages: Sequence[ClaimedStage],
+    digest: bytes,
+    handlers: RankHandlers,
+    relay: KeyRelay,
+) -> tuple[RemoteStage, ...]:
+    """Tells the holders of stages what to run.
+
+    Raises:
+        WorkerLost: a stage is gone again.
+    """
+    remote = tuple(
+        RemoteStage(
+            stage=claimed.stage,
+            ranks=_ranks_of(claimed.stage, config.engine.tensor_parallel),
+            node=claimed.node,
+            channel=claimed.orders,
+            silence_s=config.stage_silence_s,
+            on_key=relay.put,
+            on_leaving=handlers.on_leaving,
+            compatibility_digest=digest,
+        )
+        for claimed in stages
+    )
+    for stage in remote:
+        # Neither is needed there, and neither should travel.
+        told = replace(config, redis_url="", stage_token=None)
+        await stage.start(worker_config_to_json(told))
+    return remote
 
 
 class _StepChannels:

@@ -15,7 +15,7 @@ from pdserve.cuda.runner import CudaRunner
 from pdserve.engine.batch import PendingStep, SequenceSlice, StepPlan
 from pdserve.request import BlockId
 from tests.support.cuda_engine import make_cuda_runner
-from tests.support.engine_pair import make_request
+from tests.support.engine_requests import make_request
 from tests.support.kv import whole_blocks
 
 NUM_LAYERS, GROUP, CHUNK, NUM_BLOCKS = 8, 2, 2048, 264

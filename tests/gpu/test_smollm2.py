@@ -22,7 +22,8 @@ from pdserve.errors import ConfigError
 from pdserve.request import Request, RequestId, SamplingParams
 from tests.support.cuda_engine import make_cuda_runner
 from tests.support.cuda_pair import run_colocated
-from tests.support.engine_pair import EnginePair, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
 from tests.support.engine_shelf import EngineShelf
 from tests.support.random_load import Arrival, play
 from tests.support.teacher_forcing import divergence, force

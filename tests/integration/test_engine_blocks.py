@@ -8,7 +8,9 @@ import torch
 
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Request
-from tests.support.engine_pair import EnginePair, PairRouter, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
+from tests.support.pair_router import PairRouter
 from tests.support.tiny_models import make_tiny_llama
 
 HANDOFF = HandoffConfig(frame_tokens=32)

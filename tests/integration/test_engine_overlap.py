@@ -11,7 +11,9 @@ import torch
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Request, SamplingParams
 from pdserve.rpc.v1 import rank_pb2
-from tests.support.engine_pair import TURN_S, EnginePair, PairRouter, make_request
+from tests.support.engine_pair import TURN_S, EnginePair
+from tests.support.engine_requests import make_request
+from tests.support.pair_router import PairRouter
 from tests.support.tiny_models import make_tiny_llama
 
 LENGTHS = (1, 15, 16, 17, 33, 64, 65, 130)

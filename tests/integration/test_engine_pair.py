@@ -12,7 +12,9 @@ from pdserve.errors import LocalPrefillRefused
 from pdserve.request import Request, SamplingParams
 from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.v1 import rank_pb2, worker_pb2
-from tests.support.engine_pair import EnginePair, PairRouter, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
+from tests.support.pair_router import PairRouter
 from tests.support.tiny_models import make_tiny_llama
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130, 300)

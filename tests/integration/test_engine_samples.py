@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Request, SamplingParams
-from tests.support.engine_pair import EnginePair, PairRouter, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
+from tests.support.pair_router import PairRouter
 from tests.support.tiny_models import make_tiny_llama
 
 PROMPTS = {"partial": tuple(range(5, 46)), "full": tuple(range(5, 53)), "short": (9, 8, 7)}

@@ -23,7 +23,9 @@ from pdserve.request import Role
 from pdserve.rpc.server import channel_options
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.cluster import running_cluster, wait_until, wait_until_async
-from tests.support.fake_worker import FakeNetwork, Script, expected_tokens
+from tests.support.fake_network import FakeNetwork
+from tests.support.fake_script import Script
+from tests.support.fake_tokens import expected_tokens
 from tests.support.models import tiny_llama_folder  # noqa: F401
 from tests.support.router_harness import PROMPT, Result, request_for
 from tests.support.text_models import make_text_model

@@ -8,7 +8,9 @@ from pdserve.config.worker import HandoffConfig
 from pdserve.engine.batch import StepPlan
 from pdserve.request import SamplingParams
 from tests.support.clocked_devices import STEP_S, Devices
-from tests.support.engine_pair import EnginePair, PairRouter, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
+from tests.support.pair_router import PairRouter
 from tests.support.tiny_models import make_tiny_llama
 
 PROMPT = tuple(range(3, 40))

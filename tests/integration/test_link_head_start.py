@@ -6,7 +6,8 @@ import pytest
 
 from prefill_worker.engine import LINK_HEAD_START_S
 from tests.support.clocked_devices import STEP_S, DeviceRunner, Devices
-from tests.support.engine_pair import EnginePair, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
 from tests.support.tiny_models import make_tiny_llama
 
 LENGTH = 1100

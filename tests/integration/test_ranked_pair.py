@@ -12,7 +12,9 @@ import torch
 from pdserve.engine.batch import StepPlan
 from pdserve.engine.step_codec import PlanEncoder
 from pdserve.request import Request, SamplingParams
-from tests.support.engine_pair import EnginePair, PairRouter, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
+from tests.support.pair_router import PairRouter
 from tests.support.ranked_pair import RankedSide, ranked_pair
 from tests.support.tiny_models import make_tiny_llama
 

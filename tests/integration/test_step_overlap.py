@@ -9,7 +9,8 @@ import torch
 
 from pdserve.config.worker import HandoffConfig
 from pdserve.request import Request, SamplingParams
-from tests.support.engine_pair import EnginePair, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
 from tests.support.random_pair import compare, expect_alone, make_visits, visit
 from tests.support.tiny_models import make_tiny_llama
 

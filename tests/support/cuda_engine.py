@@ -7,8 +7,9 @@ from torch import Tensor
 
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
-from pdserve.cuda.backend import make_parts, make_runner
+from pdserve.cuda.backend import make_runner
 from pdserve.cuda.device import Device
+from pdserve.cuda.parts import make_parts
 from pdserve.cuda.runner import CudaRunner
 from pdserve.models.folder import effective_max_model_len, geometry_of, read_model_config
 from pdserve.rank.backend import LoadJob

@@ -12,7 +12,8 @@ from pdserve.cuda.runner import CudaRunner
 from pdserve.engine.batch import StepRunner
 from pdserve.request import Request
 from tests.support.cuda_engine import make_cuda_runner
-from tests.support.engine_pair import EnginePair, PairRouter
+from tests.support.engine_pair import EnginePair
+from tests.support.pair_router import PairRouter
 
 RunnerWrap = Callable[[CudaRunner], StepRunner]
 

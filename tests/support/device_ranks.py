@@ -19,8 +19,9 @@ from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.wire import worker_config_from_json, worker_config_to_json
 from pdserve.config.worker import WorkerConfig
-from pdserve.cuda.backend import make_parts, make_runner
+from pdserve.cuda.backend import make_runner
 from pdserve.cuda.device import Device
+from pdserve.cuda.parts import make_parts
 from pdserve.cuda.runner import CudaRunner
 from pdserve.cuda.tensor_ranks import share_files
 from pdserve.cuda.wires import MakeWires, connect_nccl_wires

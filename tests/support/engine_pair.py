@@ -4,20 +4,11 @@ Calls between workers and frames between ranks go through queues that a test can
 corrupt. Time is a manual clock.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import Tensor
 
 from decode_worker.engine import DecodeEngine
 from decode_worker.rank import build_engine as build_decode
-from kv_transfer.events import FrameLanded, FrameSent, LinkId, TokensTold
-from kv_transfer.expected_frames import ExpectedFrames
-from kv_transfer.protocol import LinkEndpoint, SampledAhead
-from kv_transfer.transport import LinkPeer, LinkStatus, OutgoingFrame
-from pdserve.cache.kv_region import KvRegion
 from pdserve.cache.kv_tensors import KvTensors
 from pdserve.config.engine import EngineConfig
 from pdserve.config.worker import HandoffConfig, WorkerConfig
@@ -26,155 +17,20 @@ from pdserve.engine.model_runner import ModelRunner
 from pdserve.models.folder import geometry_of, read_model_config
 from pdserve.models.registry import load_model
 from pdserve.rank.startup import RankContext
-from pdserve.request import (
-    FrontId,
-    HandoffId,
-    Incarnation,
-    Request,
-    RequestId,
-    ReservationId,
-    Role,
-    SamplingParams,
-)
+from pdserve.request import Incarnation, Request, Role
 from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.v1 import rank_pb2, worker_pb2
-from pdserve.rpc.v1.types_pb2 import TokenLogprob
 from pdserve.timeline import ManualClock
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.rank import build_engine as build_prefill
 from tests.support.host_device import HostDevice, Network
 from tests.support.late_runner import LateRunner
 from tests.support.marked_runner import MarkedRunner
+from tests.support.memory_links import DECODE, PREFILL, MemoryLinks
+from tests.support.pair_router import PairRouter
+from tests.support.recording_outbox import RecordingOutbox
 
-PREFILL, DECODE = Incarnation(11), Incarnation(22)
 TURN_S = 0.01
-
-
-class RecordingOutbox:
-    """Stands in for `Outbox`: keeps what the engine sends."""
-
-    def __init__(self, log: list[str] | None = None) -> None:
-        self.log = [] if log is None else log
-        self.sent: deque[rank_pb2.FromRank] = deque()
-        self.updates: list[worker_pb2.SequenceUpdate] = []
-        self._next_call_id = 1
-
-    def send(self, message: rank_pb2.FromRank) -> None:
-        self.sent.append(message)
-
-    def reply(self, call_id: int, reply: rank_pb2.RankReply) -> None:
-        self.send(rank_pb2.FromRank(call_id=call_id, reply=reply))
-
-    def refuse(self, call_id: int, error: Exception) -> None:
-        wire = rank_pb2.RankError(reason=type(error).__name__, message=str(error))
-        self.reply(call_id, rank_pb2.RankReply(error=wire))
-
-    def call_peer(self, call: rank_pb2.PeerCall) -> int:
-        call_id = self._next_call_id
-        self._next_call_id += 1
-        self.log.append(f"call {call.WhichOneof('call')}")
-        self.send(rank_pb2.FromRank(call_id=call_id, peer_call=call))
-        return call_id
-
-    def update(self, front_id: FrontId, update: worker_pb2.SequenceUpdate) -> None:
-        self.updates.append(update)
-
-    def flush(self) -> None:
-        """Updates are kept as they come."""
-        self.log.append("flush")
-
-
-@dataclass
-class MemoryLinks:
-    """Sender and receiver of one link at once; frames wait in `in_flight` until delivered."""
-
-    in_flight: deque[OutgoingFrame] = field(default_factory=deque)
-    slots: dict[int, Tensor] = field(default_factory=dict)
-    corrupt: Callable[[Tensor], None] | None = None
-    bytes_sent: int = 0
-    log: list[str] = field(default_factory=list)
-    told: deque[TokensTold] = field(default_factory=deque)
-    """First tokens that were told ahead of their commits; delivered on demand."""
-    source: KvTensors | None = None
-    """Where frames that are not packed yet lie: they are read when they are delivered."""
-    num_awaited: int = 0
-    """Frames delivered that were pushed before they were computed."""
-    _next_slot: int = 0
-
-    def has_room(self, peer: Incarnation, rank: int = 0) -> bool:
-        return len(self.in_flight) < (4 if self.source is None else 64)
-
-    def open(self, peer: LinkPeer) -> None:
-        """A link in memory is always there."""
-
-    def push(self, peer: LinkPeer, frame: OutgoingFrame) -> None:
-        self.log.append(f"push {frame.frame_index}")
-        self.in_flight.append(frame)
-
-    def tell(self, peer: Incarnation, words: SampledAhead) -> None:
-        self.told.append(TokensTold(link=LinkId(PREFILL, 1), words=words))
-
-    def cancel(self, reservation_id: ReservationId) -> None:
-        self.in_flight = deque(
-            frame for frame in self.in_flight if frame.reservation_id != reservation_id
-        )
-
-    def links(self) -> tuple[LinkStatus, ...]:
-        return ()
-
-    def close(self) -> None:
-        self.in_flight.clear()
-
-    def endpoint(self) -> LinkEndpoint:
-        return LinkEndpoint(host="memory", port=1, token=b"token")
-
-    def payload(self, landed: FrameLanded) -> Tensor:
-        return self.slots[landed.slot]
-
-    def expect(self, expected: ExpectedFrames) -> None:
-        pass
-
-    def withdraw(self, reservation_id: ReservationId) -> None:
-        pass
-
-    def release_slot(self, landed: FrameLanded, after: object = None) -> None:
-        del self.slots[landed.slot]
-
-    @property
-    def has_next(self) -> bool:
-        if not self.in_flight:
-            return False
-        after = self.in_flight[0].after
-        return after is None or after.is_reached()
-
-    def deliver(self) -> tuple[FrameSent, FrameLanded]:
-        frame = self.in_flight.popleft()
-        self.num_awaited += frame.after is not None
-        if isinstance(frame.payload, KvRegion):
-            assert self.source is not None
-            payload = self.source.pack(frame.payload)
-        else:
-            payload = frame.payload.clone()
-        if self.corrupt is not None:
-            self.corrupt(payload)
-        self._next_slot += 1
-        self.slots[self._next_slot] = payload
-        self.bytes_sent += payload.numel()
-        link = LinkId(PREFILL, 1)
-        landed = FrameLanded(
-            link=link,
-            reservation_id=frame.reservation_id,
-            frame_index=frame.frame_index,
-            num_bytes=payload.numel(),
-            slot=self._next_slot,
-            is_intact=True,
-        )
-        sent = FrameSent(
-            link=LinkId(DECODE, 1),
-            reservation_id=frame.reservation_id,
-            frame_index=frame.frame_index,
-        )
-        return sent, landed
 
 
 RankMaker = Callable[[Path, EngineConfig, int], tuple[KvTensors, StepRunner]]
@@ -415,121 +271,3 @@ class EnginePair:
             assert ledger.free_blocks + ledger.cached_blocks == ledger.total_blocks, ledger
             held = ledger.sequences + ledger.reservations + ledger.leases
             assert held + ledger.transfers + ledger.held_handoffs == 0, ledger
-
-
-class PairRouter:
-    """The router's part in a test: order by index, next attempts, placements."""
-
-    def __init__(self, pair: EnginePair) -> None:
-        self.outputs: dict[str, list[int]] = {}
-        self.open: dict[str, Request] = {}
-        self.num_returned = 0
-        self._pair = pair
-        self._original: dict[str, Request] = {}
-        self._pending: dict[str, dict[int, int]] = {}
-        self._ended: dict[str, int] = {}
-        self._groups: dict[str, Request] = {}
-        self._placed: set[tuple[str, int]] = set()
-        self.prompt_logprobs: dict[str, dict[int, TokenLogprob]] = {}
-        self.logprobs: dict[str, dict[int, TokenLogprob]] = {}
-
-    def start(self, request: Request) -> None:
-        self.adopt(request)
-        self._pair.submit(request)
-
-    def adopt(self, request: Request) -> None:
-        """Follows a request, in all its samples, that the test submits itself."""
-        for one in request.samples():
-            if request.sampling.n > 1:
-                self._groups[one.request_id] = request
-            self._original[one.request_id] = one
-            self.open[one.request_id] = one
-            self.outputs[one.request_id] = []
-            self._pending[one.request_id] = {}
-            self.prompt_logprobs[one.request_id] = {}
-            self.logprobs[one.request_id] = {}
-
-    def read(self) -> None:
-        for outbox in (self._pair.prefill_outbox, self._pair.decode_outbox):
-            updates, outbox.updates = outbox.updates, []
-            for update in updates:
-                request = self.open.get(update.request_id)
-                if request is not None and update.attempt == request.attempt:
-                    self._take(request, update)
-
-    def _take(self, request: Request, update: worker_pb2.SequenceUpdate) -> None:
-        output = self.outputs[request.request_id]
-        pending = self._pending[request.request_id]
-        for offset, logprob in enumerate(update.prompt_logprobs.logprobs):
-            known = self.prompt_logprobs[request.request_id]
-            known[update.prompt_logprobs.first_position + offset] = logprob
-        for offset, token in enumerate(update.token_ids):
-            pending[update.first_index + offset] = token
-        for offset, logprob in enumerate(update.logprobs):
-            self.logprobs[request.request_id][update.first_index + offset] = logprob
-        while len(output) in pending:
-            output.append(pending.pop(len(output)))
-        match update.WhichOneof("outcome"):
-            case "finished":
-                self._ended[request.request_id] = update.first_index + len(update.token_ids)
-            case "returned":
-                self._again(request)
-            case "needs_placement":
-                self._place(request, update.needs_placement.decode_attempt)
-            case "failed":
-                raise AssertionError(update.failed.message)
-        if self._ended.get(request.request_id) == len(output):
-            del self.open[request.request_id]
-
-    def _place(self, request: Request, decode_attempt: int) -> None:
-        """Samples that are still together are placed together, once."""
-        group = self._groups.get(request.request_id)
-        if group is None or group.attempt != request.attempt:
-            self._pair.place(request)
-        elif (group.request_id, decode_attempt) not in self._placed:
-            self._placed.add((group.request_id, decode_attempt))
-            self._pair.place(group)
-
-    def _again(self, request: Request) -> None:
-        self.num_returned += 1
-        original = self._original[request.request_id]
-        pending = self._pending[request.request_id]
-        pending.clear()
-        again = make_request(
-            request.request_id,
-            (*original.token_ids, *self.outputs[request.request_id]),
-            num_prompt_tokens=original.num_prompt_tokens,
-            sampling=original.sampling,
-            attempt=request.attempt + 1,
-            eos_token_ids=original.eos_token_ids,
-            is_priority=True,
-            sample_index=original.sample_index,
-        )
-        self.open[request.request_id] = again
-        self._pair.submit(again)
-
-
-def make_request(
-    name: str,
-    token_ids: tuple[int, ...],
-    *,
-    num_prompt_tokens: int | None = None,
-    sampling: SamplingParams | None = None,
-    attempt: int = 1,
-    eos_token_ids: tuple[int, ...] = (),
-    is_priority: bool = False,
-    sample_index: int = 0,
-) -> Request:
-    """Makes a request with a hand-off id of its own."""
-    return Request(
-        request_id=RequestId(name),
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
-        sampling=sampling or SamplingParams(temperature=0.0, max_tokens=16),
-        front_id=FrontId("front"),
-        handoff_id=HandoffId(f"handoff-{name}"),
-        attempt=attempt,
-        eos_token_ids=eos_token_ids,
-        is_priority=is_priority,
-        sample_index=sample_index,
-    )

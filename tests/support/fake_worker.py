@@ -7,154 +7,46 @@ resuming is the real thing; the hand-off itself is one call from a prefill to a 
 
 import asyncio
 import zlib
-from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from typing import Protocol
 
 import grpc
 
-from pdserve.cache.cache_events import CacheEventLog
-from pdserve.errors import NoWorker, Overloaded, PdserveError, StaleAttempt
-from pdserve.face.cache_streams import CacheStreams
+from pdserve.errors import NoWorker, StaleAttempt
 from pdserve.face.streams import FrontStreams, Standing
 from pdserve.face.token_log import TokenLog
 from pdserve.registry.base import Registry, WorkerRecord
 from pdserve.request import FrontId, Incarnation, RequestId, Role, WorkerId
 from pdserve.rpc.server import RpcServer, make_server
 from pdserve.rpc.status import abort_with
-from pdserve.rpc.v1 import inference_pb2, rank_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.rpc.v1 import inference_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from pdserve.timeline import MonotonicClock
 from router.policy import WorkerKey
-
-FIRST_PLAIN_ID = 3
-VOCAB_SIZE = 384
-Returned = worker_pb2.Returned
-
-
-def next_token(history: Sequence[int], sample_index: int = 0) -> int:
-    """Returns the token after a history; never a special one."""
-    digest = zlib.crc32(array("I", history).tobytes(), sample_index)
-    return FIRST_PLAIN_ID + digest % (VOCAB_SIZE - FIRST_PLAIN_ID)
-
-
-def expected_tokens(prompt: Sequence[int], count: int, sample_index: int = 0) -> list[int]:
-    """Returns what an undisturbed run makes."""
-    history = list(prompt)
-    for _ in range(count):
-        history.append(next_token(history, sample_index))
-    return history[len(prompt) :]
+from tests.support.fake_cache import FakeCache
+from tests.support.fake_script import Script
+from tests.support.fake_sequence import (
+    Held,
+    make_update,
+    samples_of,
+    tell_first_token,
+    tell_handed_off,
+    tell_refused,
+    tell_scripted_end,
+)
+from tests.support.fake_tokens import next_token
+from tests.support.records import make_record
 
 
-@dataclass
-class Script:
-    """Faults of one worker. Indexes are output indexes; each fault happens once."""
+class Peers(Protocol):
+    """What a worker reaches, and where it leaves a note of what it was told."""
 
-    die_before: int | None = None
-    """Dies when it is about to make this token."""
-    die_after: int | None = None
-    """Dies right after this token went to the stream."""
-    freeze_before: int | None = None
-    """Says nothing any more, sockets stay open."""
-    break_stream_before: int | None = None
-    """The stream breaks, the worker lives on."""
-    return_before: int | None = None
-    return_reason: "worker_pb2.Returned.Reason.ValueType" = Returned.REASON_PREEMPTED
-    fail_before: int | None = None
-    refuse_submits: int = 0
-    refuse_reservations: int = 0
-    die_in_submit: bool = False
-    """Takes the request and dies before it answers."""
-    hang_in_submit: bool = False
-    """Takes the request, works on it, and never answers the call."""
-    refusal: PdserveError = field(default_factory=lambda: Overloaded("full", 0.02))
-    repeat_updates: bool = False
-    hold_first_token_s: float = 0.0
-    """Prefill's token leaves this much later than the hand-off."""
-    token_delay_s: float = 0.0
-    is_draining: bool = False
-    is_flipping: bool = False
-    """It drains to come back in the other pool."""
-
-
-@dataclass
-class _Held:
-    """A request on a worker."""
-
-    spec: types_pb2.RequestSpec
-    decode_attempt: int
-    task: asyncio.Task[None] | None = None
-
-
-def samples_of(spec: types_pb2.RequestSpec) -> list[types_pb2.RequestSpec]:
-    """Returns a copy for each sample, as a request of its own."""
-    samples = []
-    for index in range(spec.sample_index, spec.sample_index + spec.sampling.n):
-        one = types_pb2.RequestSpec()
-        one.CopyFrom(spec)
-        if spec.sampling.n > 1:
-            one.request_id = f"{spec.request_id}#{index}"
-            one.sampling.n = 1
-            one.sample_index = index
-        samples.append(one)
-    return samples
-
-
-def prompt_logprob(position: int) -> float:
-    """Returns what the fakes say of the prompt's token at a position."""
-    return -position / 4
-
-
-def _score_prompt(spec: types_pb2.RequestSpec, update: worker_pb2.SequenceUpdate) -> None:
-    if not spec.sampling.HasField("prompt_logprobs"):
-        return
-    update.prompt_logprobs.first_position = 1
-    for position in range(1, spec.num_prompt_tokens):
-        update.prompt_logprobs.logprobs.add(
-            token_id=spec.token_ids[position],
-            logprob=prompt_logprob(position),
-            top=[
-                types_pb2.TopLogprob(token_id=FIRST_PLAIN_ID + rank, logprob=-rank / 8)
-                for rank in range(spec.sampling.prompt_logprobs)
-            ],
-        )
-
-
-class FakeNetwork:
-    """Lets prefill fakes reach decode fakes, and remembers what happened."""
-
-    def __init__(self, registry: Registry) -> None:
-        self.registry = registry
-        self.workers: dict[WorkerKey, FakeWorker] = {}
-        self.submits: list[tuple[str, str, int]] = []
-        """(worker, request, attempt)."""
-        self.cancels: list[tuple[str, str, int]] = []
+    registry: Registry
+    submits: list[tuple[str, str, int]]
+    cancels: list[tuple[str, str, int]]
 
     def decode(self, target: worker_pb2.DecodeTarget) -> "FakeWorker | None":
-        key = WorkerKey(
-            worker_id=WorkerId(target.worker_id), incarnation=Incarnation(target.incarnation)
-        )
-        worker = self.workers.get(key)
-        return worker if worker is not None and worker.is_alive else None
-
-    async def start(
-        self, worker_id: str, role: Role, script: Script | None = None, **over: object
-    ) -> "FakeWorker":
-        worker = FakeWorker(self, worker_id, role, script or Script(), **over)
-        await worker.start()
-        self.workers[worker.key] = worker
-        return worker
-
-    def held(self) -> dict[str, list[str]]:
-        """Returns what living workers hold; empty lists are left out."""
-        return {
-            worker.worker_id: sorted(worker.held)
-            for worker in self.workers.values()
-            if worker.is_alive and worker.held
-        }
-
-    async def stop(self) -> None:
-        for worker in self.workers.values():
-            await worker.die()
+        """Returns a worker that a request can be handed to, if it lives."""
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -162,7 +54,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def __init__(
         self,
-        network: FakeNetwork,
+        network: Peers,
         worker_id: str,
         role: Role,
         script: Script,
@@ -183,7 +75,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         number = incarnation if incarnation is not None else zlib.crc32(worker_id.encode())
         self.incarnation = Incarnation(number)
         self.key = WorkerKey(worker_id=WorkerId(worker_id), incarnation=self.incarnation)
-        self.held: dict[str, _Held] = {}
+        self.held: dict[str, Held] = {}
         self.fenced: dict[str, int] = {}
         self.is_alive = False
         self.is_frozen = False
@@ -193,17 +85,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Whose prompts it says that it computes."""
         self.specs: list[types_pb2.RequestSpec] = []
         self.placements: list[tuple[str, int]] = []
-        self._port = port
+        self.port = port
         self._clock = MonotonicClock()
         self._log = TokenLog(self._clock)
         self._streams = FrontStreams(self._log, self.incarnation, self._clock, self._stand)
         self._reported = types_pb2.WorkerLoad()
-        self.cache_log = CacheEventLog()
-        self.cache = CacheStreams(self.incarnation, self.cache_log, pause_s=0.0)
-        self.tells_cache = False
-        """False: as a worker that knows no cache events."""
-        self.cache_requests: list[worker_pb2.WatchCacheRequest] = []
-        self._cache_breaks = asyncio.Event()
+        self.cache = FakeCache(self.incarnation)
         self._server: RpcServer | None = None
         self._stream_breaks: list[asyncio.Event] = []
         self._thawed = asyncio.Event()
@@ -211,36 +98,30 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> None:
         self._server = make_server()
-        self._port = self._server.bind("127.0.0.1", self._port)
+        self.port = self._server.bind("127.0.0.1", self.port)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc_server)
         await self._server.start()
         self.is_alive = True
         await self.register()
 
     def record(self) -> WorkerRecord:
-        return WorkerRecord(
-            worker_id=WorkerId(self.worker_id),
-            role=self.role,
+        return make_record(
+            self.worker_id,
+            self.role,
             incarnation=self.incarnation,
-            address=f"127.0.0.1:{self._port}",
+            address=f"127.0.0.1:{self.port}",
             metrics_address="",
             state="draining" if self.script.is_draining else "ready",
             compatibility_digest=self.digest,
             geometry="num_layers=2 dtype=float32",
-            model="tiny",
             max_model_len=self.max_model_len,
             total_blocks=self.total_blocks,
-            block_size=16,
             face_pid=1000,
             rank_pids=(1001,),
         )
 
     async def register(self) -> None:
         await self.network.registry.register(self.record(), lease_s=3600)
-
-    @property
-    def port(self) -> int:
-        return self._port
 
     async def die(self) -> None:
         """Ends at once, sockets and all; the registry does not hear of it."""
@@ -307,7 +188,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.script.die_in_submit:
             self.script.die_in_submit = False
             await self.die()
-        held = _Held(spec, 0)
+        held = Held(spec, 0)
         self._drop(spec.request_id)
         self.held[spec.request_id] = held
         if target is None:
@@ -363,37 +244,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if self.script.repeat_updates and batch.updates:
                 yield batch
 
-    def change_cache(self, *keys: int, is_removed: bool = False) -> None:
-        """Says that granules came or went."""
-        self.cache.publish(
-            rank_pb2.CacheChanges(
-                keys=array("Q", keys).tobytes(), is_removed=bytes([is_removed]) * len(keys)
-            )
-        )
-
-    def break_cache_streams(self) -> None:
-        """Cuts all streams of cache events."""
-        self._cache_breaks.set()
-        self._cache_breaks = asyncio.Event()
-
     async def WatchCache(
         self, request: worker_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.CacheBatch]:
-        self.cache_requests.append(request)
-        if not self.tells_cache:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call")
-        broken = asyncio.ensure_future(self._cache_breaks.wait())
-        batches = self.cache.serve(request)
-        try:
-            while True:
-                batch = asyncio.ensure_future(anext(batches))
-                await asyncio.wait((batch, broken), return_when=asyncio.FIRST_COMPLETED)
-                if broken.done():
-                    batch.cancel()
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
-                yield await batch
-        finally:
-            broken.cancel()
+        async with aclosing(self.cache.watch(request, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -416,7 +272,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self._streams.fill_in(info.load, request.seen.report if is_ours else 0)
         return worker_pb2.GetStatusResponse(worker=info)
 
-    async def _prefill(self, held: _Held, target: worker_pb2.DecodeTarget) -> None:
+    async def _prefill(self, held: Held, target: worker_pb2.DecodeTarget) -> None:
         spec = held.spec
         index = len(spec.token_ids) - spec.num_prompt_tokens
         if not await self._survive(index, held):
@@ -425,59 +281,40 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if is_last:
             self.held.pop(spec.request_id, None)
         for one in samples_of(spec):
-            sample = _Held(one, 0)
-            update = self._update(sample, index, [next_token(spec.token_ids, one.sample_index)])
-            if one.sample_index == spec.sample_index:
-                update.times.CopyFrom(
-                    worker_pb2.StageTimes(queue_s=0.001, prefill_s=0.01, cached_tokens=16)
-                )
-                _score_prompt(spec, update)
+            update = tell_first_token(spec, one, index)
             if is_last:
                 update.finished.reason = types_pb2.FINISH_REASON_LENGTH
             if self.script.hold_first_token_s and not is_last:
-                self._spawn(self._publish_later(sample, update))
+                self._spawn(self._publish_later(spec, update))
             else:
-                self._publish(sample, update)
+                self._publish(spec, update)
         await self._die_if(self.script.die_after == index)
         if not is_last:
             await self._hand_off(held, target)
 
-    async def _publish_later(self, held: _Held, update: worker_pb2.SequenceUpdate) -> None:
+    async def _publish_later(
+        self, spec: types_pb2.RequestSpec, update: worker_pb2.SequenceUpdate
+    ) -> None:
         await asyncio.sleep(self.script.hold_first_token_s)
-        self._publish(held, update)
+        self._publish(spec, update)
 
-    async def _hand_off(self, held: _Held, target: worker_pb2.DecodeTarget) -> None:
+    async def _hand_off(self, held: Held, target: worker_pb2.DecodeTarget) -> None:
         spec = held.spec
         decode = self.network.decode(target)
         index = len(spec.token_ids) - spec.num_prompt_tokens
-        if decode is None or not decode.accept(spec, target.decode_attempt):
+        attempt = target.decode_attempt
+        if decode is None or not decode.accept(spec, attempt):
+            retry_after_s = None if decode is None else 0.02
             for one in samples_of(spec):
-                update = self._update(_Held(one, 0), index + 1, [])
-                update.needs_placement.CopyFrom(
-                    worker_pb2.NeedsPlacement(
-                        detail="refused",
-                        decode_attempt=target.decode_attempt,
-                        hold_s=5.0,
-                        retry_after_s=None if decode is None else 0.02,
-                    )
-                )
-                self._publish(_Held(one, 0), update)
+                self._publish(spec, tell_refused(one, index + 1, attempt, retry_after_s))
             return
         self.held.pop(spec.request_id, None)
         for one in samples_of(spec):
-            sample = _Held(one, 0)
-            update = self._update(sample, index + 1, [])
-            if one.sample_index == spec.sample_index:
-                update.times.CopyFrom(
-                    worker_pb2.StageTimes(
-                        handoff_s=0.002, kv_blocks_shipped=4, kv_bytes_shipped=4096
-                    )
-                )
-            update.handed_off.decode_attempt = target.decode_attempt
+            update = tell_handed_off(spec, one, index + 1, attempt)
             if self.script.hold_first_token_s:
-                self._spawn(self._publish_later(sample, update))
+                self._spawn(self._publish_later(spec, update))
             else:
-                self._publish(sample, update)
+                self._publish(spec, update)
 
     def accept(self, spec: types_pb2.RequestSpec, decode_attempt: int) -> bool:
         """Takes a hand-off over, as Reserve and Commit in one."""
@@ -489,20 +326,20 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         landed = types_pb2.RequestSpec()
         landed.CopyFrom(spec)
         self._drop(spec.request_id)
-        self._start_samples(_Held(landed, decode_attempt), has_token=True)
+        self._start_samples(Held(landed, decode_attempt), has_token=True)
         return True
 
-    def _start_samples(self, group: _Held, *, has_token: bool = False) -> None:
+    def _start_samples(self, group: Held, *, has_token: bool = False) -> None:
         for one in samples_of(group.spec):
             if self.fenced.get(one.request_id, 0) >= one.attempt:
                 continue
             if has_token:
                 one.token_ids.append(next_token(one.token_ids, one.sample_index))
             self._drop(one.request_id)
-            held = self.held[one.request_id] = _Held(one, group.decode_attempt)
+            held = self.held[one.request_id] = Held(one, group.decode_attempt)
             held.task = self._spawn(self._decode(held))
 
-    async def _decode(self, held: _Held) -> None:
+    async def _decode(self, held: Held) -> None:
         spec = held.spec
         history = list(spec.token_ids)
         index = len(history) - spec.num_prompt_tokens
@@ -512,15 +349,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 return
             token = next_token(history, spec.sample_index)
             history.append(token)
-            update = self._update(held, index, [token])
+            update = make_update(held, index, [token])
             if index + 1 >= spec.sampling.max_tokens:
                 update.finished.reason = types_pb2.FINISH_REASON_LENGTH
                 self.held.pop(spec.request_id, None)
-            self._publish(held, update)
+            self._publish(spec, update)
             await self._die_if(self.script.die_after == index)
             index += 1
 
-    async def _survive(self, index: int, held: _Held) -> bool:
+    async def _survive(self, index: int, held: Held) -> bool:
         """Plays the faults that are due before a token; False ends the request here."""
         script = self.script
         await self._die_if(script.die_before == index)
@@ -531,19 +368,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if script.break_stream_before == index:
             script.break_stream_before = None
             self.break_streams()
-        if script.return_before == index:
-            script.return_before = None
-            update = self._update(held, index, [])
-            update.returned.reason = script.return_reason
-        elif script.fail_before == index:
-            update = self._update(held, index, [])
-            update.failed.CopyFrom(
-                worker_pb2.Failed(code=13, reason="INTERNAL", message="scripted")
-            )
-        else:
+        update = tell_scripted_end(script, held, index)
+        if update is None:
             return True
         self.held.pop(held.spec.request_id, None)
-        self._publish(held, update)
+        self._publish(held.spec, update)
         return False
 
     async def _die_if(self, is_due: bool) -> None:
@@ -554,28 +383,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await self.die()
             raise asyncio.CancelledError
 
-    def _update(
-        self, held: _Held, first_index: int, token_ids: list[int]
-    ) -> worker_pb2.SequenceUpdate:
-        update = worker_pb2.SequenceUpdate(
-            request_id=held.spec.request_id,
-            attempt=held.spec.attempt,
-            decode_attempt=held.decode_attempt,
-            first_index=first_index,
-            token_ids=token_ids,
-        )
-        if held.spec.sampling.HasField("logprobs"):
-            top = [types_pb2.TopLogprob(token_id=1, logprob=-1.0)] * held.spec.sampling.logprobs
-            update.logprobs.extend(
-                types_pb2.TokenLogprob(
-                    token_id=token, logprob=-float(first_index + offset), top=top
-                )
-                for offset, token in enumerate(token_ids)
-            )
-        return update
-
-    def _publish(self, held: _Held, update: worker_pb2.SequenceUpdate) -> None:
-        self._streams.publish(FrontId(held.spec.front_id), update)
+    def _publish(self, spec: types_pb2.RequestSpec, update: worker_pb2.SequenceUpdate) -> None:
+        self._streams.publish(FrontId(spec.front_id), update)
 
     def _drop(self, request_id: str) -> None:
         held = self.held.pop(request_id, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.fake_worker import Script
+from tests.support.fake_script import Script
 from tests.support.router_harness import Cluster
 
 Json = dict[str, Any]

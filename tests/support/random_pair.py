@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from pdserve.request import Request, SamplingParams
 from tests.support.cuda_pair import run_colocated
-from tests.support.engine_pair import EnginePair, PairRouter, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
+from tests.support.pair_router import PairRouter
 
 SAMPLING = (
     SamplingParams(temperature=0.0),

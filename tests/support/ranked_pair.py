@@ -30,7 +30,8 @@ from pdserve.request import Role, WorkerId
 from pdserve.rpc.v1 import rank_pb2
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.rank import build_engine as build_prefill
-from tests.support.engine_pair import DECODE, PREFILL, EnginePair
+from tests.support.engine_pair import EnginePair
+from tests.support.memory_links import DECODE, PREFILL
 from tests.support.thread_ranks import TIMEOUT_S, make_shards
 
 Post = Callable[[object], None]

@@ -24,7 +24,9 @@ from router.brain.door import Door
 from router.brain.parts import Brain
 from router.brain.process import Observer
 from router.server import RouterFront
-from tests.support.fake_worker import FakeNetwork, FakeWorker, Script
+from tests.support.fake_network import FakeNetwork
+from tests.support.fake_script import Script
+from tests.support.fake_worker import FakeWorker
 
 PROMPT = tuple(range(10, 50))
 IS_FAR = "FAR_BRAIN" in os.environ
@@ -64,6 +66,17 @@ class Cluster:
     async def add(self, worker_id: str, script: Script | None = None, **over: object) -> FakeWorker:
         role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
         return await self.network.start(worker_id, role, script, **over)
+
+    async def add_pair(self, **decode: object) -> None:
+        """Starts one worker of each pool; the decode worker with these faults."""
+        await self.add("p0")
+        await self.add("d0", Script(**decode))
+        await self.ready(2)
+
+    def worker(self, worker_id: str) -> FakeWorker:
+        """Returns the first one of that name."""
+        workers = self.network.workers
+        return next(workers[key] for key in workers if key.worker_id == worker_id)
 
     async def ready(self, num_workers: int) -> None:
         """Waits until so many workers are available."""

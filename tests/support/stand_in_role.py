@@ -17,10 +17,11 @@ from pdserve.config.load import from_argv, read_environment
 from pdserve.config.router import RouterConfig
 from pdserve.config.worker import WorkerConfig
 from pdserve.process import spawn
-from pdserve.registry.base import RegistryUnavailable, WorkerRecord
+from pdserve.registry.base import RegistryUnavailable
 from pdserve.registry.redis import RedisRegistry
-from pdserve.request import Incarnation, Role, WorkerId
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from tests.support.records import make_record
 
 
 def stopped() -> asyncio.Event:
@@ -36,19 +37,10 @@ async def pause(event: asyncio.Event, seconds: float) -> None:
 
 async def work(config: WorkerConfig) -> int:
     rank = spawn([sys.executable, "-c", "import time; time.sleep(600)"], name="rank")
-    record = WorkerRecord(
-        worker_id=WorkerId(config.worker_id),
-        role=config.role,
+    record = make_record(
+        config.worker_id,
+        config.role,
         incarnation=Incarnation(int.from_bytes(os.urandom(8))),
-        address=f"{config.host}:1",
-        metrics_address=f"{config.host}:2",
-        state="ready",
-        compatibility_digest=b"d" * 32,
-        geometry="",
-        model=config.engine.model,
-        max_model_len=128,
-        total_blocks=10,
-        block_size=config.engine.block_size,
         face_pid=os.getpid(),
         rank_pids=(rank.pid,),
     )

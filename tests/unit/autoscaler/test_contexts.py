@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from autoscaler.contexts import ContextMeter
 from pdserve.predictor.predictor import DecodeSample, PrefillSample
-from tests.unit.autoscaler.test_policy import worker
+from tests.unit.autoscaler.clocked_policy import worker
 
 STEPS = (
     PrefillSample(num_tokens=500, num_context_tokens=0, seconds=0.1),

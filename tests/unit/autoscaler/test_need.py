@@ -8,7 +8,7 @@ from autoscaler.need import DecodeLoad, Flow, Need, PrefillLoad, decode_need, pr
 from autoscaler.settings import ScalingSettings
 from pdserve.predictor.predictor import Predictor
 from pdserve.predictor.profile import Profile
-from tests.unit.autoscaler.test_policy import PROFILE
+from tests.unit.autoscaler.clocked_policy import PROFILE
 
 SETTINGS = ScalingSettings(tpot_s=0.05)
 ENDLESS = Flow(per_s=38.0, comes_per_s=38.0, num_prompts=1e6)

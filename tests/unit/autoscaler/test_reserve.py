@@ -9,8 +9,8 @@ from autoscaler.reserve import BurstMemory
 from autoscaler.roster import Roster
 from pdserve.predictor.predictor import Predictor
 from pdserve.request import Role
+from tests.unit.autoscaler.clocked_policy import BUSY, PROFILE, SETTINGS, Clocked, kinds, worker
 from tests.unit.autoscaler.test_parts import figures
-from tests.unit.autoscaler.test_policy import BUSY, PROFILE, SETTINGS, Clocked, kinds, worker
 
 
 class Memory:

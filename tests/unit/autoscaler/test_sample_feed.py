@@ -19,8 +19,8 @@ from pdserve.predictor.predictor import (
 )
 from pdserve.request import Incarnation, Role
 from pdserve.timeline import ManualClock
+from tests.unit.autoscaler.clocked_policy import PROFILE
 from tests.unit.autoscaler.test_need import PROMPTS
-from tests.unit.autoscaler.test_policy import PROFILE
 
 COLD = PrefillSample(num_tokens=100, num_context_tokens=0, seconds=9.0)
 

@@ -10,7 +10,7 @@ from pdserve.cuda.runner import CudaRunner
 from pdserve.engine.batch import SequenceSlice, StepPlan
 from pdserve.request import BlockId
 from tests.support.cuda_engine import make_cuda_runner
-from tests.support.engine_pair import make_request
+from tests.support.engine_requests import make_request
 
 
 class Mark:

@@ -10,7 +10,8 @@ from pdserve.config.worker import HandoffConfig
 from pdserve.request import SamplingParams
 from tests.support.cuda_engine import make_cuda_runner, step_buffers
 from tests.support.cuda_pair import make_cuda_pair, run_colocated
-from tests.support.engine_pair import EnginePair, make_request
+from tests.support.engine_pair import EnginePair
+from tests.support.engine_requests import make_request
 from tests.support.poison import PoisonedRunner
 from tests.support.random_pair import compare, expect_alone, make_visits, visit
 from tests.support.teacher_forcing import divergence, force

@@ -1,27 +1,11 @@
 import pytest
 
 from pdserve.face.membership import Membership
-from pdserve.registry.base import WorkerRecord
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.request import Incarnation, Role, WorkerId
 from pdserve.timeline import ManualClock
+from tests.support.records import make_record
 
-RECORD = WorkerRecord(
-    worker_id=WorkerId("decode-0"),
-    role=Role.DECODE,
-    incarnation=Incarnation(7),
-    address="127.0.0.1:1",
-    metrics_address="127.0.0.1:2",
-    state="ready",
-    compatibility_digest=b"d",
-    geometry="",
-    model="tiny",
-    max_model_len=128,
-    total_blocks=10,
-    block_size=16,
-    face_pid=1,
-    rank_pids=(2,),
-)
+RECORD = make_record()
 
 
 @pytest.fixture

@@ -136,30 +136,8 @@ class ShardedPair:
         self.held: set[tuple[int, int]] = set()
         """Lanes (prefill rank, decode rank) whose frames are not pushed."""
         hub, clock = MemoryHub(), ManualClock()
-        receivers = [
-            MemoryReceiver(
-                hub=hub,
-                incarnation=D,
-                ring_slots=CONFIG.ring_slots,
-                slot_bytes=max_frame_bytes(
-                    decode, rank, CONFIG.frame_tokens, "auto", CONFIG.frame_layers
-                ),
-                post=lambda event: self.events.append(("decode", event)),
-                rank=rank,
-            )
-            for rank in range(decode.num_ranks)
-        ]
-        self.senders = [
-            MemorySender(
-                hub=hub,
-                worker_id=WorkerId("p"),
-                incarnation=P,
-                ring_slots=CONFIG.ring_slots,
-                post=lambda event: self.events.append(("prefill", event)),
-                rank=rank,
-            )
-            for rank in range(prefill.num_ranks)
-        ]
+        receivers = [self._make_receiver(hub, decode, rank) for rank in range(decode.num_ranks)]
+        self.senders = [self._make_sender(hub, rank) for rank in range(prefill.num_ranks)]
         pairs = zip(self.prefill.kv, self.senders, strict=True)
         self.shippers = [RankShipper(kv, sender) for kv, sender in pairs]
         ends = zip(self.decode.kv, receivers, strict=True)
@@ -186,6 +164,27 @@ class ShardedPair:
             link_endpoints=tuple(unloader.endpoints()[0] for unloader in self.unloaders),
             mint_id=lambda: ReservationId(b"reservation"),
             clock=clock,
+        )
+
+    def _make_receiver(self, hub: MemoryHub, geometry: KvGeometry, rank: int) -> MemoryReceiver:
+        layers = CONFIG.frame_layers
+        return MemoryReceiver(
+            hub=hub,
+            incarnation=D,
+            ring_slots=CONFIG.ring_slots,
+            slot_bytes=max_frame_bytes(geometry, rank, CONFIG.frame_tokens, "auto", layers),
+            post=lambda event: self.events.append(("decode", event)),
+            rank=rank,
+        )
+
+    def _make_sender(self, hub: MemoryHub, rank: int) -> MemorySender:
+        return MemorySender(
+            hub=hub,
+            worker_id=WorkerId("p"),
+            incarnation=P,
+            ring_slots=CONFIG.ring_slots,
+            post=lambda event: self.events.append(("prefill", event)),
+            rank=rank,
         )
 
     def run(self, *, chunk_tokens: int = 50) -> None:

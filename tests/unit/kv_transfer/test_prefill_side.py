@@ -1,89 +1,34 @@
-from collections.abc import Callable
+"""A hand-off on the prefill side, from its placement to the release of its blocks."""
 
 import pytest
 
 from kv_transfer.prefill_actions import (
     DropFrames,
-    PrefillAction,
     PrefillStage,
-    PushFrame,
     ReleaseBlocks,
     ReportHandedOff,
     ReportNeedsPlacement,
     ReportReturned,
-    ReturnReason,
     SendAbort,
     SendCommit,
-    SendRenew,
     SendReserve,
 )
 from kv_transfer.prefill_side import PrefillHandoff
-from kv_transfer.protocol import (
-    Acknowledged,
-    CallFailed,
-    HandoffAborted,
-    Refusal,
-    RefusalReason,
-)
+from kv_transfer.protocol import Acknowledged, CallFailed, HandoffAborted, Refusal, RefusalReason
 from pdserve.timeline import ManualClock
-from tests.unit.kv_transfer.sides import (
-    CONFIG,
-    MANIFEST,
-    NUM_TOKENS,
-    TOKEN,
-    grant,
-    make_prefill,
-    target,
+from tests.unit.kv_transfer.prefill_steps import (
+    STAGES,
+    Setup,
+    be_granted,
+    commit,
+    kinds,
+    nothing,
+    pushed,
+    reserve,
+    send_some,
+    steps_of,
 )
-
-
-def kinds(actions: list[PrefillAction]) -> list[type]:
-    return [type(action) for action in actions]
-
-
-def pushed(actions: list[PrefillAction]) -> list[int]:
-    return [action.frame.index for action in actions if isinstance(action, PushFrame)]
-
-
-def steps_of(actions: list[PrefillAction]) -> list[int | None]:
-    return [action.after_step for action in actions if isinstance(action, PushFrame)]
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(50.0)
-
-
-@pytest.fixture
-def handoff(clock: ManualClock) -> PrefillHandoff:
-    return make_prefill(clock)
-
-
-def reserve(handoff: PrefillHandoff) -> None:
-    handoff.place(target())
-
-
-def be_granted(handoff: PrefillHandoff) -> None:
-    reserve(handoff)
-    handoff.reserve_answered(target(), grant())
-
-
-def send_some(handoff: PrefillHandoff) -> None:
-    be_granted(handoff)
-    handoff.computed(64)
-
-
-def commit(handoff: PrefillHandoff) -> None:
-    send_some(handoff)
-    handoff.sampled(TOKEN, is_finished=False)
-
-
-def nothing(handoff: PrefillHandoff) -> None:
-    pass
-
-
-STAGES = [nothing, reserve, be_granted, send_some, commit]
-Setup = Callable[[PrefillHandoff], None]
+from tests.unit.kv_transfer.sides import CONFIG, MANIFEST, NUM_TOKENS, TOKEN, grant, target
 
 
 def test_placing_asks_for_a_reservation(handoff: PrefillHandoff) -> None:
@@ -379,76 +324,3 @@ def test_an_answer_of_an_older_placement_changes_nothing(handoff: PrefillHandoff
     handoff.place(target(2))
     assert handoff.commit_answered(target(1), Acknowledged()) == []
     assert handoff.stage is PrefillStage.RESERVING
-
-
-def test_the_lease_is_renewed_thrice_in_its_length(
-    handoff: PrefillHandoff, clock: ManualClock
-) -> None:
-    be_granted(handoff)
-    renewals = 0
-    for _ in range(90):
-        clock.advance(0.1)
-        renewals += kinds(handoff.tick()).count(SendRenew)
-    assert renewals in (2, 3)
-
-
-def test_A4_a_long_computation_keeps_its_reservation(
-    handoff: PrefillHandoff, clock: ManualClock
-) -> None:
-    be_granted(handoff)
-    for _ in range(100):
-        clock.advance(1.0)
-        assert set(kinds(handoff.tick())) <= {SendRenew}
-        handoff.renewed(target(), is_alive=True)
-    assert pushed(handoff.computed(NUM_TOKENS)) == [0, 1, 2, 3]
-
-
-def test_a_reservation_that_is_gone_needs_another_placement(handoff: PrefillHandoff) -> None:
-    be_granted(handoff)
-    assert kinds(handoff.renewed(target(), is_alive=False)) == [DropFrames, ReportNeedsPlacement]
-
-
-@pytest.mark.parametrize("setup", [reserve, send_some, commit])
-def test_no_stage_lasts_for_ever(handoff: PrefillHandoff, clock: ManualClock, setup: Setup) -> None:
-    setup(handoff)
-    seen: list[type] = []
-    for _ in range(100):
-        clock.advance(0.1)
-        seen += kinds(handoff.tick())
-    assert ReportNeedsPlacement in seen
-
-
-def test_progress_of_the_link_puts_the_deadline_off(
-    handoff: PrefillHandoff, clock: ManualClock
-) -> None:
-    commit(handoff)
-    for index in range(4):
-        clock.advance(CONFIG.frame_timeout_s * 1.5)
-        handoff.frame_sent(grant().reservation_id, index)
-        assert ReportNeedsPlacement not in kinds(handoff.tick())
-
-
-def test_kv_without_a_place_is_held_and_then_returned(
-    handoff: PrefillHandoff, clock: ManualClock
-) -> None:
-    commit(handoff)
-    handoff.commit_answered(target(), HandoffAborted(detail="x"))
-    clock.advance(CONFIG.hold_s)
-    assert handoff.tick() == []
-    clock.advance(0.1)
-    report, release = handoff.tick()
-    assert isinstance(report, ReportReturned)
-    assert report.reason is ReturnReason.PLACEMENT_TIMEOUT
-    assert release == ReleaseBlocks()
-    assert handoff.place(target(2)) == []
-
-
-def test_the_hold_does_not_run_while_the_prompt_is_computed(
-    handoff: PrefillHandoff, clock: ManualClock
-) -> None:
-    reserve(handoff)
-    handoff.reserve_answered(target(), CallFailed(detail="x"))
-    clock.advance(10 * CONFIG.hold_s)
-    assert handoff.tick() == []
-    handoff.sampled(TOKEN, is_finished=False)
-    assert handoff.tick() == []

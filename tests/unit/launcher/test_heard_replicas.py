@@ -1,17 +1,15 @@
 """When a router has heard from the present life of a replica."""
 
-from dataclasses import replace
-
 import pytest
 
 from launcher.pool import Member
 from launcher.pool_figures import to_figures
 from pdserve.registry.base import WorkerRecord
-from pdserve.request import Incarnation, Role, WorkerId
+from pdserve.request import Incarnation, Role
 from pdserve.rpc.v1 import inference_pb2
-from tests.unit.launcher.test_pool import RECORD
+from tests.support.records import make_record
 
-HEARD = replace(RECORD, worker_id=WorkerId("prefill-1"), incarnation=Incarnation(8))
+HEARD = make_record("prefill-1", incarnation=Incarnation(8))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from launcher.kubernetes_pools import KubernetesPools, PoolObject, parse_pool_ob
 from launcher.pool_figures import ClusterFigures
 from pdserve.errors import ConfigError, PoolApiError
 from pdserve.predictor.predictor import Predictor
-from pdserve.registry.base import WorkerRecord
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.request import Incarnation, Role, WorkerId
+from pdserve.request import Role
 from pdserve.timeline import ManualClock
 from tests.support.fake_kubernetes import COST, FakeKubernetes, serving
+from tests.support.records import make_record
 
 ROUTERS = "app.kubernetes.io/part-of=pdserve,app.kubernetes.io/component=router"
 
@@ -171,30 +171,10 @@ def test_renewed_token_is_read_for_the_next_call(bench: Bench) -> None:
     assert len(bench.pools.members()) == 4
 
 
-def record(worker_id: str, role: Role) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=WorkerId(worker_id),
-        role=role,
-        incarnation=Incarnation(7),
-        address="10.0.0.9:50052",
-        metrics_address="10.0.0.9:9400",
-        state="ready",
-        compatibility_digest=b"",
-        geometry="",
-        model="m",
-        max_model_len=4096,
-        total_blocks=100,
-        block_size=32,
-        face_pid=1,
-        rank_pids=(2,),
-        worker_class="gpu",
-    )
-
-
 async def register(bench: Bench, *names: str) -> None:
     for name in names:
         role = Role.PREFILL if "prefill" in name else Role.DECODE
-        await bench.registry.register(record(name, role), 60.0)
+        await bench.registry.register(make_record(name, role, worker_class="gpu"), 60.0)
 
 
 def test_members_are_pods_with_what_they_registered(bench: Bench) -> None:

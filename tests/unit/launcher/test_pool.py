@@ -4,25 +4,10 @@ import pytest
 
 from launcher.pool import Drain, Flip, Member, Order, Scale, SizePlan, check_order, plan_size
 from pdserve.errors import ConfigError
-from pdserve.registry.base import WorkerRecord
-from pdserve.request import Incarnation, Role, WorkerId
+from pdserve.request import Role
+from tests.support.records import make_record
 
-RECORD = WorkerRecord(
-    worker_id=WorkerId("any"),
-    role=Role.DECODE,
-    incarnation=Incarnation(1),
-    address="",
-    metrics_address="",
-    state="ready",
-    compatibility_digest=b"",
-    geometry="",
-    model="",
-    max_model_len=1,
-    total_blocks=1,
-    block_size=16,
-    face_pid=1,
-    rank_pids=(),
-)
+RECORD = make_record("any")
 
 
 def member(worker_id: str, *, is_draining: bool = False, is_starting: bool = False) -> Member:

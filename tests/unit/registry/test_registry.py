@@ -9,27 +9,15 @@ import pytest
 from redis.asyncio import Redis
 
 from launcher.redis_server import RedisServer
-from pdserve.registry.base import Registry, RegistryUnavailable, StageRecord, WorkerRecord
+from pdserve.registry.base import Registry, RegistryUnavailable, StageRecord
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.redis import RedisRegistry, decode_record, encode_record, heed_cancel
-from pdserve.request import Incarnation, Role, WorkerId
+from pdserve.request import Incarnation, WorkerId
 from pdserve.timeline import ManualClock
+from tests.support.records import make_record
 
-RECORD = WorkerRecord(
-    worker_id=WorkerId("decode-0"),
-    role=Role.DECODE,
-    incarnation=Incarnation(2**64 - 1),
-    address="127.0.0.1:7000",
-    metrics_address="127.0.0.1:7001",
-    state="ready",
-    compatibility_digest=bytes(range(32)),
-    geometry="block_size=16",
-    model="tiny",
-    max_model_len=2048,
-    total_blocks=100,
-    block_size=16,
-    face_pid=11,
-    rank_pids=(12, 13),
+RECORD = make_record(
+    incarnation=Incarnation(2**64 - 1), compatibility_digest=bytes(range(32)), rank_pids=(12, 13)
 )
 
 STAGE = StageRecord(

@@ -19,7 +19,8 @@ from router.event_queue import MAX_BATCH, EventQueue
 from router.policy import WorkerKey
 from router.prefix_index import PrefixIndex
 from router.worker_pool import WorkerPool
-from tests.support.fake_worker import FakeWorker, Script
+from tests.support.fake_script import Script
+from tests.support.fake_worker import FakeWorker
 from tests.support.router_harness import (
     Cluster,
     eventually,
@@ -35,7 +36,7 @@ KEYS = hash_granules(LONG_PROMPT)
 
 async def _add(cluster: Cluster, worker_id: str = "d0", **over: object) -> FakeWorker:
     worker = await cluster.network.start(worker_id, Role.DECODE, Script(), **over)
-    worker.tells_cache = True
+    worker.cache.is_told = True
     return worker
 
 
@@ -45,48 +46,48 @@ def _holds(cluster: Cluster, expected: dict[str, int]) -> bool:
 
 async def test_what_a_worker_caches_and_evicts_is_known_to_the_router(cluster: Cluster):
     worker = await _add(cluster)
-    worker.change_cache(*KEYS[:2])
+    worker.cache.change(*KEYS[:2])
     await eventually(lambda: _holds(cluster, {"d0": 2}))
-    worker.change_cache(KEYS[2])
+    worker.cache.change(KEYS[2])
     await eventually(lambda: _holds(cluster, {"d0": 3}))
-    worker.change_cache(KEYS[2], KEYS[1], is_removed=True)
+    worker.cache.change(KEYS[2], KEYS[1], is_removed=True)
     await eventually(lambda: _holds(cluster, {"d0": 1}))
 
 
 async def test_C12_a_broken_stream_goes_on_where_it_stood(cluster: Cluster):
     worker = await _add(cluster)
-    worker.change_cache(*KEYS[:2])
+    worker.cache.change(*KEYS[:2])
     await eventually(lambda: _holds(cluster, {"d0": 2}))
-    worker.break_cache_streams()
-    worker.change_cache(KEYS[2])
+    worker.cache.break_streams()
+    worker.cache.change(KEYS[2])
     await eventually(lambda: _holds(cluster, {"d0": 3}))
-    assert [request.next_sequence for request in worker.cache_requests] == [0, 3]
+    assert [request.next_sequence for request in worker.cache.requests] == [0, 3]
 
 
 async def test_C12_events_that_are_gone_for_good_are_made_up_by_a_snapshot(cluster: Cluster):
     worker = await _add(cluster)
-    worker.change_cache(*KEYS[:2])
+    worker.cache.change(*KEYS[:2])
     await eventually(lambda: _holds(cluster, {"d0": 2}))
-    worker.break_cache_streams()
-    worker.cache_log.clear()
-    worker.change_cache(KEYS[0])
+    worker.cache.break_streams()
+    worker.cache.log.clear()
+    worker.cache.change(KEYS[0])
     await eventually(lambda: _holds(cluster, {"d0": 1}))
 
 
 async def test_a_dead_worker_is_forgotten_and_its_next_life_begins_with_nothing(cluster: Cluster):
     worker = await _add(cluster)
-    worker.change_cache(*KEYS)
+    worker.cache.change(*KEYS)
     await eventually(lambda: _holds(cluster, {"d0": 3}))
     await worker.die()
     await eventually(lambda: _holds(cluster, {}))
     again = await _add(cluster, incarnation=77)
-    again.change_cache(KEYS[0])
+    again.cache.change(KEYS[0])
     await eventually(lambda: _holds(cluster, {"d0": 1}))
 
 
 async def test_the_index_shows_in_the_metrics(cluster: Cluster):
     worker = await _add(cluster)
-    worker.change_cache(*KEYS)
+    worker.cache.change(*KEYS)
     await eventually(lambda: _holds(cluster, {"d0": 3}))
     shown = {
         sample.name: sample.value
@@ -101,9 +102,9 @@ async def test_the_index_shows_in_the_metrics(cluster: Cluster):
 
 async def test_a_worker_without_events_is_known_from_placements(cluster: Cluster):
     worker = await _add(cluster)
-    worker.tells_cache = False
+    worker.cache.is_told = False
     await cluster.ready(1)
-    await eventually(lambda: bool(worker.cache_requests))
+    await eventually(lambda: bool(worker.cache.requests))
     await generate(cluster, request_for(LONG_PROMPT))
     assert _holds(cluster, {"d0": 3})
     assert not cluster.brain.index.is_watched(worker.key.worker_id)
@@ -114,8 +115,8 @@ async def test_what_was_just_placed_counts_before_the_worker_has_told_of_it(clus
     await eventually(lambda: cluster.brain.index.is_watched(worker.key.worker_id))
     await generate(cluster, request_for(LONG_PROMPT))
     assert _holds(cluster, {"d0": 3})
-    worker.change_cache(*KEYS)
-    worker.change_cache(*KEYS[::-1], is_removed=True)
+    worker.cache.change(*KEYS)
+    worker.cache.change(*KEYS[::-1], is_removed=True)
     await eventually(lambda: _holds(cluster, {}))
 
 
@@ -123,7 +124,7 @@ async def test_what_was_just_placed_counts_before_the_worker_has_told_of_it(clus
 async def test_C12_each_of_many_routers_in_a_row_learns_all_at_once(text_folder: Path, count: int):
     async with run_cluster(text_folder) as first:
         worker = await _add(first)
-        worker.change_cache(*KEYS)
+        worker.cache.change(*KEYS)
         await eventually(lambda: _holds(first, {"d0": 3}))
         for _ in range(count):
             async with run_cluster(text_folder) as cluster:
@@ -134,14 +135,14 @@ async def test_C12_each_of_many_routers_in_a_row_learns_all_at_once(text_folder:
 
 async def test_C12_requests_are_served_while_the_events_of_all_workers_fail(cluster: Cluster):
     worker = await _add(cluster)
-    worker.change_cache(*KEYS)
+    worker.cache.change(*KEYS)
     await eventually(lambda: _holds(cluster, {"d0": 3}))
     for _ in range(5):
-        worker.break_cache_streams()
+        worker.cache.break_streams()
         await let_others_run(3)
         result = await generate(cluster, request_for(LONG_PROMPT))
         assert result.error is None
-    await eventually(lambda: len(worker.cache_requests) > 1)
+    await eventually(lambda: len(worker.cache.requests) > 1)
 
 
 class Told:

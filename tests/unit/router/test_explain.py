@@ -21,15 +21,9 @@ from router.explain import (
     find_critical_path,
 )
 from router.timing import RequestTimes
-from tests.support.fake_worker import Script
+from tests.support.fake_script import Script
 from tests.support.models import tiny_llama_folder  # noqa: F401
-from tests.support.router_harness import (
-    Cluster,
-    eventually,
-    generate,
-    request_for,
-    run_cluster,
-)
+from tests.support.router_harness import Cluster, eventually, generate, request_for, run_cluster
 
 
 def _explanation(name: str, tenant: str = "a", http_request_id: str | None = None) -> Explanation:

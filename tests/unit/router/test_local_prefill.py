@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import LocalPrefillRefused
-from tests.support.fake_worker import Script, expected_tokens
+from tests.support.fake_script import Script
+from tests.support.fake_tokens import expected_tokens
 from tests.support.router_harness import (
     Cluster,
     Result,

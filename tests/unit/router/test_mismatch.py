@@ -2,30 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.registry.base import WorkerRecord
-from pdserve.request import Incarnation, Role, WorkerId
+from pdserve.request import Role
 from router.mismatch import find_mismatch
+from tests.support.records import make_record
 
 SHOWN = (
     "num_layers=2 num_kv_heads=4 head_dim=8 block_size=16 dtype=float32 "
     "tensor_parallel=1 pipeline_parallel=1 model_revision=abc"
 )
-RECORD = WorkerRecord(
-    worker_id=WorkerId("p"),
-    role=Role.PREFILL,
-    incarnation=Incarnation(1),
-    address="a:1",
-    metrics_address="a:2",
-    state="ready",
-    compatibility_digest=b"x",
-    geometry=SHOWN,
-    model="m",
-    max_model_len=100,
-    total_blocks=10,
-    block_size=16,
-    face_pid=1,
-    rank_pids=(2,),
-)
+RECORD = make_record("p", Role.PREFILL, compatibility_digest=b"x", geometry=SHOWN)
 
 
 @pytest.mark.parametrize(

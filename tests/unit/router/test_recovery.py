@@ -6,7 +6,8 @@ import random
 import pytest
 
 from pdserve.errors import DeadlineExceeded, InternalError, NoWorker, Overloaded, WorkerLost
-from tests.support.fake_worker import Script, expected_tokens
+from tests.support.fake_script import Script
+from tests.support.fake_tokens import expected_tokens
 from tests.support.router_harness import (
     PROMPT,
     Cluster,
@@ -53,16 +54,12 @@ async def test_C14_decode_killed_before_token_k_loses_nothing(cluster, index):
     await cluster.ready(2)
     running = asyncio.create_task(generate(cluster, request_for(max_tokens=NUM_TOKENS)))
     if index > 0:
-        await eventually(lambda: not cluster.network.workers[_key(cluster, "d0")].is_alive)
+        await eventually(lambda: not cluster.worker("d0").is_alive)
     await cluster.add("d1")
     result = await running
     assert result.token_ids == EXPECTED
     assert result.completion.timeline.attempts == (1 if index == 0 else 2)
     await cluster.quiet()
-
-
-def _key(cluster: Cluster, worker_id: str):
-    return next(key for key in cluster.network.workers if key.worker_id == worker_id)
 
 
 @pytest.mark.parametrize("index", [1, 2, 9, 15])
@@ -71,7 +68,7 @@ async def test_C14_decode_killed_after_token_k_loses_nothing(cluster, index):
     await cluster.add("d0", Script(die_after=index))
     await cluster.ready(2)
     running = asyncio.create_task(generate(cluster, request_for(max_tokens=NUM_TOKENS)))
-    await eventually(lambda: not cluster.network.workers[_key(cluster, "d0")].is_alive)
+    await eventually(lambda: not cluster.worker("d0").is_alive)
     await cluster.add("d1")
     assert (await running).token_ids == EXPECTED
     await cluster.quiet()
@@ -90,7 +87,7 @@ async def test_C1_prefill_killed_around_its_token_loses_nothing(cluster, fault):
     await cluster.add("d0")
     await cluster.ready(2)
     running = asyncio.create_task(generate(cluster, request_for(max_tokens=NUM_TOKENS)))
-    await eventually(lambda: not cluster.network.workers[_key(cluster, "p0")].is_alive)
+    await eventually(lambda: not cluster.worker("p0").is_alive)
     await cluster.add("p1")
     result = await running
     assert result.token_ids == EXPECTED
@@ -126,7 +123,7 @@ async def test_a_frozen_decode_worker_is_left_after_its_silence(cluster):
     await cluster.add("d0", Script(freeze_before=5))
     await cluster.ready(2)
     running = asyncio.create_task(generate(cluster, request_for(max_tokens=NUM_TOKENS)))
-    await eventually(lambda: cluster.network.workers[_key(cluster, "d0")].is_frozen)
+    await eventually(lambda: cluster.worker("d0").is_frozen)
     await cluster.add("d1")
     assert (await running).token_ids == EXPECTED
 
@@ -137,7 +134,7 @@ async def test_a_broken_stream_resumes_without_a_new_attempt(cluster, index):
     await cluster.add("d0", Script(break_stream_before=index, token_delay_s=0.002))
     await cluster.ready(2)
     await _check(cluster, attempts=1)
-    assert cluster.network.workers[_key(cluster, "d0")].num_streams >= 1
+    assert cluster.worker("d0").num_streams >= 1
 
 
 async def test_a_stream_that_breaks_again_and_again_is_no_failure(cluster):

@@ -6,7 +6,8 @@ import pytest
 
 from pdserve.errors import Cancelled
 from pdserve.rpc.v1 import worker_pb2
-from tests.support.fake_worker import Script, expected_tokens
+from tests.support.fake_script import Script
+from tests.support.fake_tokens import expected_tokens
 from tests.support.router_harness import PROMPT, Cluster, eventually, generate, request_for
 
 

@@ -1,7 +1,6 @@
-"""What clients meet: bounds, cancels, slow readers, drains, figures, logs."""
+"""What clients meet: bounds, cancels, slow readers, drains, and who serves them."""
 
 import asyncio
-import json
 import logging
 import math
 import random
@@ -19,29 +18,15 @@ from pdserve.errors import (
     Overloaded,
     TooLong,
 )
-from pdserve.log import JsonFormatter
-from pdserve.request import Role
 from pdserve.rpc.server import open_channel
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.support.fake_worker import Script, expected_tokens
-from tests.support.router_harness import (
-    PROMPT,
-    Cluster,
-    eventually,
-    generate,
-    request_for,
-    run_cluster,
-)
-
-
-async def _pair(cluster: Cluster, **decode: object) -> None:
-    await cluster.add("p0")
-    await cluster.add("d0", Script(**decode))
-    await cluster.ready(2)
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from tests.support.fake_script import Script
+from tests.support.fake_tokens import expected_tokens
+from tests.support.router_harness import PROMPT, eventually, generate, request_for, run_cluster
 
 
 async def test_text_ids_and_usage_agree(cluster):
-    await _pair(cluster)
+    await cluster.add_pair()
     request = request_for(max_tokens=5)
     result = await generate(cluster, request)
     assert result.token_ids == expected_tokens(PROMPT, 5)
@@ -51,29 +36,25 @@ async def test_text_ids_and_usage_agree(cluster):
 
 
 async def test_a_chat_is_rendered_with_the_models_template(cluster):
-    await _pair(cluster)
+    await cluster.add_pair()
     request = request_for(max_tokens=2)
     request.chat.messages.add(role="user", content="hi")
     result = await generate(cluster, request)
     assert result.error is None
-    (spec,) = cluster.network.workers[_key(cluster, "p0")].specs
+    (spec,) = cluster.worker("p0").specs
     assert spec.token_ids[0] == 1
     assert list(spec.token_ids).count(2) == 1
 
 
-def _key(cluster: Cluster, worker_id: str):
-    return next(key for key in cluster.network.workers if key.worker_id == worker_id)
-
-
 async def test_logprobs_come_for_every_token_the_first_included(cluster):
-    await _pair(cluster)
+    await cluster.add_pair()
     result = await generate(cluster, request_for(max_tokens=6, logprobs=0))
     assert [one.token_id for one in result.logprobs] == result.token_ids
     assert [one.logprob for one in result.logprobs] == [-float(i) for i in range(6)]
 
 
 async def test_D8_a_stop_string_cuts_text_ids_logprobs_and_usage_at_one_place(cluster):
-    await _pair(cluster)
+    await cluster.add_pair()
     whole = await generate(cluster, request_for(max_tokens=30, logprobs=0))
     # A stop of two printable characters that are in two different tokens.
     stop = next(
@@ -111,7 +92,7 @@ async def test_D8_a_stop_string_cuts_text_ids_logprobs_and_usage_at_one_place(cl
     ],
 )
 async def test_D1_D4_a_bad_field_is_named_and_the_next_request_is_served(cluster, field, change):
-    await _pair(cluster)
+    await cluster.add_pair()
     sampling = {
         name: value
         for name, value in change.items()
@@ -137,7 +118,7 @@ async def test_D1_D4_a_bad_field_is_named_and_the_next_request_is_served(cluster
 
 
 async def test_D2_the_boundary_is_the_limit_that_model_info_shows(cluster):
-    await _pair(cluster)
+    await cluster.add_pair()
     info = await cluster.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
     limit = info.max_model_len
     assert limit == 4096
@@ -161,20 +142,20 @@ async def test_D2_the_limit_is_that_of_the_worker_that_holds_least(cluster):
     for prompt, max_tokens in ((100, 1), (90, 11)):
         refused = await generate(cluster, request_for([7] * prompt, max_tokens=max_tokens))
         assert isinstance(refused.error, TooLong)
-    await cluster.network.workers[_key(cluster, "d0")].die()
+    await cluster.worker("d0").die()
     await cluster.ready(2)
     assert (await generate(cluster, request_for([7] * 100, max_tokens=50))).error is None
 
 
 async def test_another_models_name_is_not_found(cluster):
-    await _pair(cluster)
+    await cluster.add_pair()
     request = request_for()
     request.model = "other"
     assert isinstance((await generate(cluster, request)).error, ModelNotFound)
 
 
 async def test_an_id_in_flight_is_refused(cluster):
-    await _pair(cluster, token_delay_s=0.02)
+    await cluster.add_pair(token_delay_s=0.02)
     first = asyncio.create_task(generate(cluster, request_for(request_id="one", max_tokens=20)))
     await eventually(lambda: cluster.front.dispatcher.num_in_flight == 1)
     second = await generate(cluster, request_for(request_id="one"))
@@ -195,7 +176,7 @@ async def test_one_more_than_the_queue_holds_is_overloaded(text_folder):
 
 
 async def test_abort_ends_a_request_as_cancelled(cluster):
-    await _pair(cluster, token_delay_s=0.02)
+    await cluster.add_pair(token_delay_s=0.02)
     running = asyncio.create_task(generate(cluster, request_for(request_id="r", max_tokens=500)))
     await eventually(lambda: cluster.front.dispatcher.num_in_flight == 1)
     await cluster.stub.Abort(inference_pb2.AbortRequest(request_id="r"))
@@ -260,7 +241,7 @@ async def test_D12_a_message_over_the_limit_is_refused_with_both_sizes(text_fold
 
 
 async def test_a_defect_of_the_router_is_internal_and_shows_nothing(cluster, monkeypatch):
-    await _pair(cluster)
+    await cluster.add_pair()
 
     async def fail(*_: object, **__: object) -> None:
         raise KeyError("inner detail")
@@ -283,7 +264,7 @@ async def _read_to_the_error(call) -> int:
 
 
 async def test_C15_a_draining_front_refuses_new_work_and_finishes_the_old(cluster):
-    await _pair(cluster, token_delay_s=0.01)
+    await cluster.add_pair(token_delay_s=0.01)
     async with open_channel(f"127.0.0.1:{cluster.port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest()
@@ -301,157 +282,6 @@ async def test_C15_a_draining_front_refuses_new_work_and_finishes_the_old(cluste
         assert (await running).token_ids == expected_tokens(PROMPT, 30)
         await draining
         assert await status() == 2
-
-
-async def test_health_follows_the_pools(cluster):
-    async with open_channel(f"127.0.0.1:{cluster.port}") as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        asked = health_pb2.HealthCheckRequest(service="pdserve.rpc.v1.Inference")
-        assert (await health.Check(asked)).status == 2
-        await _pair(cluster)
-        while (await health.Check(asked)).status != 1:
-            pass
-        await cluster.network.workers[_key(cluster, "d0")].die()
-        while (await health.Check(asked)).status != 2:
-            pass
-
-
-async def test_loads_show_every_worker_even_a_frozen_one(cluster):
-    await _pair(cluster)
-    frozen = await cluster.add("d1")
-    await cluster.ready(3)
-    frozen.is_frozen = True
-    answer = await cluster.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=5)
-    by_id = {worker.worker_id: worker for worker in answer.workers}
-    assert sorted(by_id) == ["d0", "d1", "p0"]
-    assert by_id["d0"].rank_pids == [1001]
-    assert by_id["d0"].links[0].transport == "fake"
-    assert by_id["d1"].state == "silent"
-    info = await cluster.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())
-    assert (info.num_prefill, info.num_decode) == (1, 2)
-
-
-def _decode_sample(seconds: float) -> types_pb2.StepSample:
-    return types_pb2.StepSample(seconds=seconds, decode=types_pb2.DecodeStep(num_sequences=1))
-
-
-async def test_loads_come_with_the_samples_of_all_reports_that_the_caller_has_not_had(cluster):
-    await _pair(cluster)
-    worker = cluster.network.workers[_key(cluster, "d0")]
-    for number in (1, 2, 3):
-        worker.report(_decode_sample(float(number)))
-
-    async def told(**wanted: object) -> list[float]:
-        request = inference_pb2.GetLoadsRequest(**wanted)
-        answer = await cluster.stub.GetLoads(request, timeout=5)
-        (load,) = [one.load for one in answer.workers if one.worker_id == "d0"]
-        return [sample.seconds for sample in load.samples]
-
-    def seen(report: int, incarnation: int = worker.incarnation) -> dict[str, object]:
-        one = types_pb2.SeenReport(incarnation=incarnation, report=report)
-        return {"wants_past_samples": True, "seen": {"d0": one}}
-
-    assert await told() == [3.0]
-    assert await told(wants_past_samples=True) == [1.0, 2.0, 3.0]
-    assert await told(**seen(1)) == [2.0, 3.0]
-    assert await told(**seen(3)) == []
-    # What was seen of another life is nothing of this one.
-    assert await told(**seen(3, incarnation=5)) == [1.0, 2.0, 3.0]
-
-
-async def test_figures_from_memory_are_no_report_of_the_worker(cluster):
-    await _pair(cluster)
-    worker = cluster.network.workers[_key(cluster, "d0")]
-    worker.report(_decode_sample(1.0))
-    link = cluster.front.pool.link(worker.key)
-    await eventually(lambda: link.load is not None and link.load.report == 1)
-    worker.is_frozen = True
-    answer = await cluster.stub.GetLoads(
-        inference_pb2.GetLoadsRequest(wants_past_samples=True), timeout=5
-    )
-    (info,) = [one for one in answer.workers if one.worker_id == "d0"]
-    assert info.state == "silent"
-    assert (info.load.report, len(info.load.samples)) == (0, 0)
-
-
-async def _oldest_wait_s(cluster: Cluster) -> float:
-    info = await cluster.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=5)
-    return info.oldest_wait_s
-
-
-async def test_prompt_that_a_worker_computes_waits_for_nobody_and_any_other_one_does(cluster):
-    prefill = await cluster.add("p0", Script(hold_first_token_s=30.0))
-    await cluster.add("d0")
-    await cluster.ready(2)
-    link = cluster.front.pool.link(prefill.key)
-
-    async def says(*names: str) -> None:
-        prefill.computing = list(names)
-        await eventually(lambda: link.load is not None and tuple(link.load.computing) == names)
-
-    calls = [asyncio.create_task(generate(cluster, request_for(request_id="long")))]
-    await eventually(lambda: len(prefill.specs) == 1)
-    assert await _oldest_wait_s(cluster) > 0
-    await says("long")
-    assert await _oldest_wait_s(cluster) == 0
-    calls.append(asyncio.create_task(generate(cluster, request_for(request_id="behind"))))
-    await eventually(lambda: len(prefill.specs) == 2)
-    behind_s = await _oldest_wait_s(cluster)
-    await says()
-    # Nobody vouches for the first one any more: all of its age counts.
-    assert 0 < behind_s < await _oldest_wait_s(cluster)
-    await says("long", "behind")
-    assert await _oldest_wait_s(cluster) == 0
-    await prefill.die()
-    await eventually(lambda: cluster.front.pool.num_available(Role.PREFILL) == 0)
-    assert await _oldest_wait_s(cluster) > 0
-    for call in calls:
-        call.cancel()
-    await asyncio.wait(calls)
-
-
-async def test_loads_are_answered_when_a_worker_is_lost_in_the_middle(cluster):
-    await _pair(cluster)
-    frozen = await cluster.add("d1")
-    await cluster.ready(3)
-    frozen.is_frozen = True
-    call = cluster.stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=5)
-    await eventually(lambda: frozen.num_status_calls == 1)
-    cluster.front.pool.link(frozen.key).lose("silent")
-    states = {worker.worker_id: worker.state for worker in (await call).workers}
-    assert states == {"p0": "ready", "d0": "ready", "d1": "lost"}
-
-
-async def test_E10_the_log_line_of_a_request_holds_no_content(cluster, caplog):
-    await _pair(cluster)
-    caplog.set_level(logging.INFO)
-    request = request_for(max_tokens=3)
-    request.text = "secret-key-123\r\nforged line \x1b[31m"
-    result = await generate(cluster, request)
-    await cluster.quiet()
-    lines = [JsonFormatter({}).format(record) for record in caplog.records]
-    assert not [line for line in lines if "secret" in line or "forged" in line]
-    (line,) = [line for line in map(json.loads, lines) if line["message"] == "request finished"]
-    assert line["request_id"] == result.request_id
-    assert line["output_tokens"] == 3
-    assert line["status"] == "OK"
-
-
-async def test_E11_series_do_not_grow_with_requests(cluster):
-    await _pair(cluster)
-
-    def count() -> int:
-        families = cluster.front.metrics_registry.collect()
-        return sum(len(family.samples) for family in families)
-
-    for _ in range(2):
-        await generate(cluster, request_for(max_tokens=2))
-    await generate(cluster, request_for(n=9))
-    before = count()
-    for number in range(5):
-        await generate(cluster, request_for(request_id=f"r{number}", max_tokens=2))
-        await generate(cluster, request_for(n=9 + number))
-    assert count() == before
 
 
 async def test_a_second_turn_goes_to_the_workers_of_the_first(cluster):
@@ -475,8 +305,8 @@ async def test_C11_a_dead_worker_with_the_hottest_prefix_is_avoided_at_once(clus
     prompt = [11 + number % 300 for number in range(300)]
     first = await generate(cluster, request_for(prompt, max_tokens=4))
     timeline = first.completion.timeline
-    await cluster.network.workers[_key(cluster, timeline.prefill_worker)].die()
-    await cluster.network.workers[_key(cluster, timeline.decode_worker)].die()
+    await cluster.worker(timeline.prefill_worker).die()
+    await cluster.worker(timeline.decode_worker).die()
     for _ in range(5):
         again = await generate(cluster, request_for(prompt, max_tokens=4))
         assert again.error is None

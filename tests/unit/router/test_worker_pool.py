@@ -14,7 +14,10 @@ from router.fleet import Fleet
 from router.load_book import LoadBook
 from router.policy import WorkerKey
 from router.worker_pool import DEPARTED_S, FLIPPING_S, WorkerPool
-from tests.support.fake_worker import FakeNetwork, FakeWorker, Script, expected_tokens
+from tests.support.fake_network import FakeNetwork
+from tests.support.fake_script import Script
+from tests.support.fake_tokens import expected_tokens
+from tests.support.fake_worker import FakeWorker
 from tests.support.router_harness import PROMPT, eventually, generate, let_others_run, request_for
 
 

@@ -24,7 +24,9 @@ from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.timeline import MonotonicClock
 from router.server import RouterFront
 from tests.support.cluster import wait_until_async
-from tests.support.fake_worker import FakeNetwork, Script, expected_tokens
+from tests.support.fake_network import FakeNetwork
+from tests.support.fake_script import Script
+from tests.support.fake_tokens import expected_tokens
 from tests.support.router_harness import (
     PROMPT,
     Cluster,

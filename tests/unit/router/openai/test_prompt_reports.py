@@ -6,7 +6,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from router.openai.json_parts import PART_CHARACTERS, Encoded, Parts, json_parts
-from tests.support.fake_worker import prompt_logprob
+from tests.support.fake_sequence import prompt_logprob
 from tests.support.http_client import CHAT, check_stream
 
 PROMPT = list(range(10, 20))

@@ -3,7 +3,7 @@
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.fake_worker import expected_tokens
+from tests.support.fake_tokens import expected_tokens
 from tests.support.http_client import CHAT, add_pair, check_stream, http_client
 
 PROMPT = list(range(10, 50))

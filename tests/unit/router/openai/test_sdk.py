@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.support.fake_worker import expected_tokens
+from tests.support.fake_tokens import expected_tokens
 from tests.support.http_client import add_pair
 from tests.support.router_harness import eventually, run_cluster
 

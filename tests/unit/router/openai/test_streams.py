@@ -10,14 +10,8 @@ from pdserve.errors import NoWorker
 from router.openai.app import HttpFront, HttpParts
 from router.openai.http_server import HttpServer
 from router.tenants import Keyring
-from tests.support.fake_worker import expected_tokens
-from tests.support.http_client import (
-    CHAT,
-    add_pair,
-    check_stream,
-    http_client,
-    read_events,
-)
+from tests.support.fake_tokens import expected_tokens
+from tests.support.http_client import CHAT, add_pair, check_stream, http_client, read_events
 from tests.support.router_harness import Cluster, eventually, run_cluster
 
 PROMPT = list(range(10, 50))
