@@ -13,7 +13,7 @@ import numpy as np
 from pdserve.errors import NoWorker, TooLong
 from router.cost import Laws, share_to_free
 from router.demand import Demand
-from router.fleet import Fleet, FloatArray, IntArray
+from router.fleet import BoolArray, Fleet, FloatArray, IntArray
 from router.scores import Ask, Cached, Scores, decode_load
 from router.ways import MISSED_WEIGHT, SHORT_LIST, Receiver, make_receiver, shorten
 
@@ -82,17 +82,26 @@ class DecodeSearch:
 
     def _are_all_able(self, look: Look, rows: IntArray) -> bool:
         fleet = self._fleet
-        is_room = look.max_tokens <= fleet.least_room_tokens()
+        is_room = look.max_tokens <= fleet.least_room_tokens() and look.demand.num_samples == 1
         if is_room and not fleet.is_anybody_silent(look.ask.now_s):
             return True
         return len(self._able(look, rows)) == len(rows)
 
     def _able(self, look: Look, rows: IntArray) -> list[int]:
         """Returns those of a few that can ever hold the request, and that were heard of."""
-        fleet, need = self._fleet, look.max_tokens
-        room, heard_s = fleet.room_tokens.item, fleet.heard_s.item
-        limit_s = fleet.silent_before_s(look.ask.now_s)
-        return [row for row in rows.tolist() if room(row) >= need and heard_s(row) >= limit_s]
+        heard_s, limit_s = self._fleet.heard_s.item, self._fleet.silent_before_s(look.ask.now_s)
+        able = rows[self._fits(look, rows)].tolist()
+        return [row for row in able if heard_s(row) >= limit_s]
+
+    def _fits(self, look: Look, rows: IntArray | slice) -> BoolArray:
+        """Says which workers have as many blocks as the request will need."""
+        room, num_samples = self._fleet.room_tokens[rows], look.demand.num_samples
+        fits: BoolArray = room >= look.max_tokens
+        if num_samples > 1:
+            # They share the prompt's blocks, and each begins with one of its own.
+            own = num_samples * self._fleet.block_size[rows]
+            fits &= room - own >= look.demand.num_tokens
+        return fits
 
     def _better(
         self,
@@ -133,7 +142,7 @@ class DecodeSearch:
         full = np.where(fleet.are_silent(slice(None), ask.now_s), np.inf, own)
         if full.min() == np.inf:
             raise NoWorker("no decode worker is available")
-        fits = fleet.room_tokens >= look.max_tokens
+        fits = self._fits(look, slice(None))
         if not fits.all():
             usable = np.flatnonzero(full < np.inf)
             if not fits[usable].any():
@@ -164,4 +173,6 @@ def _too_long(fleet: Fleet, rows: IntArray, demand: Demand) -> TooLong:
     largest = int(fleet.total_blocks[rows].max())
     size = int(fleet.block_size[rows].max())
     need = -(-(demand.num_tokens + demand.num_growth_tokens) // size)
+    if demand.num_samples > 1:
+        need = max(need, -(-demand.num_tokens // size) + demand.num_samples)
     return TooLong("prompt", need, f"at most {largest} KV blocks with its output")
