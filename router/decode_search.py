@@ -13,7 +13,7 @@ import numpy as np
 from pdserve.errors import NoWorker, TooLong
 from router.cost import Laws, share_to_free
 from router.demand import Demand
-from router.fleet import BoolArray, Fleet, FloatArray, IntArray
+from router.fleet import Fleet, FloatArray, IntArray
 from router.scores import Ask, Cached, Scores, decode_load
 from router.ways import MISSED_WEIGHT, SHORT_LIST, Receiver, make_receiver, shorten
 
@@ -89,19 +89,15 @@ class DecodeSearch:
 
     def _able(self, look: Look, rows: IntArray) -> list[int]:
         """Returns those of a few that can ever hold the request, and that were heard of."""
-        heard_s, limit_s = self._fleet.heard_s.item, self._fleet.silent_before_s(look.ask.now_s)
-        able = rows[self._fits(look, rows)].tolist()
-        return [row for row in able if heard_s(row) >= limit_s]
-
-    def _fits(self, look: Look, rows: IntArray | slice) -> BoolArray:
-        """Says which workers have as many blocks as the request will need."""
-        room, num_samples = self._fleet.room_tokens[rows], look.demand.num_samples
-        fits: BoolArray = room >= look.max_tokens
-        if num_samples > 1:
-            # They share the prompt's blocks, and each begins with one of its own.
-            own = num_samples * self._fleet.block_size[rows]
-            fits &= room - own >= look.demand.num_tokens
-        return fits
+        fleet, need, demand = self._fleet, look.max_tokens, look.demand
+        room, size, heard_s = fleet.room_tokens.item, fleet.block_size.item, fleet.heard_s.item
+        limit_s = fleet.silent_before_s(look.ask.now_s)
+        able = [row for row in rows.tolist() if room(row) >= need and heard_s(row) >= limit_s]
+        if demand.num_samples == 1:
+            return able
+        # They share the prompt's blocks, and each begins with one of its own.
+        num_samples, num_tokens = demand.num_samples, demand.num_tokens
+        return [row for row in able if room(row) - num_samples * size(row) >= num_tokens]
 
     def _better(
         self,
@@ -142,7 +138,10 @@ class DecodeSearch:
         full = np.where(fleet.are_silent(slice(None), ask.now_s), np.inf, own)
         if full.min() == np.inf:
             raise NoWorker("no decode worker is available")
-        fits = self._fits(look, slice(None))
+        fits = fleet.room_tokens >= look.max_tokens
+        if look.demand.num_samples > 1:
+            own = look.demand.num_samples * fleet.block_size
+            fits &= fleet.room_tokens - own >= look.demand.num_tokens
         if not fits.all():
             usable = np.flatnonzero(full < np.inf)
             if not fits[usable].any():
