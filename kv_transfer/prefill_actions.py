@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.plan import Frame
-from kv_transfer.protocol import DecodeTarget, Envelope, FirstToken, LinkEndpoint, SampledAhead
+from kv_transfer.protocol import (
+    DecodeTarget,
+    Envelope,
+    FirstToken,
+    LinkEndpoint,
+    RefusalReason,
+    SampledAhead,
+)
 from pdserve.request import ReservationId
 
 
@@ -19,6 +26,7 @@ class PrefillStage(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     RETURNED = "returned"
+    REFUSED = "refused"
 
 
 TERMINAL_STAGES = frozenset(
@@ -27,6 +35,7 @@ TERMINAL_STAGES = frozenset(
         PrefillStage.FINISHED,
         PrefillStage.CANCELLED,
         PrefillStage.RETURNED,
+        PrefillStage.REFUSED,
     }
 )
 
@@ -152,6 +161,14 @@ class ReportReturned:
     detail: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportRefused:
+    """Tell the router that the request ends: the decode worker refused it for good."""
+
+    reason: RefusalReason
+    detail: str
+
+
 @dataclass(frozen=True, slots=True)
 class ReleaseBlocks:
     """Give the request's blocks back (to the prefix cache). Emitted exactly once, last."""
@@ -167,5 +184,6 @@ PrefillAction = (
     | ReportNeedsPlacement
     | ReportHandedOff
     | ReportReturned
+    | ReportRefused
     | ReleaseBlocks
 )

@@ -11,6 +11,7 @@ from kv_transfer.prefill_actions import (
     ReleaseBlocks,
     ReportHandedOff,
     ReportNeedsPlacement,
+    ReportRefused,
     ReportReturned,
     ReturnReason,
     SendAbort,
@@ -135,6 +136,8 @@ class PrefillHandoff:
         if isinstance(outcome, Refusal):
             if outcome.reason is RefusalReason.CANCELLED:
                 return self._return(ReturnReason.TRANSFER_FAILED, outcome.detail)
+            if outcome.is_final:
+                return self._refuse(outcome)
             detail = f"refused ({outcome.reason.value}): {outcome.detail}"
             return self._unplace(detail, outcome.retry_after_s, must_abort=False)
         manifest = derive_manifest(self._geometry, outcome, len(self.request.token_ids))
@@ -314,6 +317,12 @@ class PrefillHandoff:
         actions = self._leave_decode(detail, must_abort=False)
         self._enter(PrefillStage.RETURNED)
         return [*actions, ReportReturned(reason=reason, detail=detail), ReleaseBlocks()]
+
+    def _refuse(self, refusal: Refusal) -> list[PrefillAction]:
+        self._leave_decode(refusal.detail, must_abort=False)
+        self._enter(PrefillStage.REFUSED)
+        report = ReportRefused(reason=refusal.reason, detail=refusal.detail)
+        return [report, ReleaseBlocks()]
 
     def _finish(self, stage: PrefillStage, detail: str) -> list[PrefillAction]:
         actions = self._leave_decode(detail, must_abort=True)

@@ -12,6 +12,7 @@ Prefill side (`prefill_side.PrefillHandoff`, one object per request and attempt)
     from anywhere: the first token ends the sequence -> finished
                    cancel                            -> cancelled
                    unplaced for hold_s               -> returned
+                   refused for good                  -> refused (nobody will ever take it)
 
 Frames computed before the grant are remembered and pushed when it comes. The commit goes out as
 soon as grant and token are there; frames may still be under way.
@@ -136,6 +137,9 @@ class RefusalReason(Enum):
     TOO_LARGE = "too_large"
 
 
+_FINAL_REASONS = frozenset({RefusalReason.TOO_LARGE, RefusalReason.INCOMPATIBLE})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """Decode holds nothing for this attempt."""
@@ -143,6 +147,11 @@ class Refusal:
     reason: RefusalReason
     detail: str
     retry_after_s: float = 0.0
+
+    @property
+    def is_final(self) -> bool:
+        """True where asking again would be refused again, however long prefill holds its KV."""
+        return self.reason in _FINAL_REASONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from pdserve.engine.pipeline import StepPipeline
 from pdserve.errors import DeadlineExceeded, InvalidField, PdserveError, WorkerLost
 from pdserve.rank.figures import describe_load, ledger_to_wire
 from pdserve.rank.outbox import Outbox
-from pdserve.rank.sample_updates import report_prompt_scores, send_to_samples
+from pdserve.rank.sample_updates import failed_update, report_prompt_scores, send_to_samples
 from pdserve.rank.step_samples import SampledRunner, StepSamples
 from pdserve.rank.tombstones import Tombstones
 from pdserve.request import FinishReason, RequestId, group_id_of
@@ -290,11 +290,4 @@ def finished_with(one: FirstSample) -> worker_pb2.Finished:
     return worker_pb2.Finished(
         reason=finish_reason_to_wire(one.finish_reason),
         stop_token_id=token_id if is_stop_id else None,
-    )
-
-
-def failed_update(error: PdserveError) -> worker_pb2.SequenceUpdate:
-    """Encodes the failure of a request."""
-    return worker_pb2.SequenceUpdate(
-        failed=worker_pb2.Failed(code=error.grpc_code, reason=error.reason, message=str(error)),
     )

@@ -14,6 +14,7 @@ from kv_transfer.prefill_actions import (
     ReleaseBlocks,
     ReportHandedOff,
     ReportNeedsPlacement,
+    ReportRefused,
     ReportReturned,
     ReturnReason,
     SendAbort,
@@ -36,11 +37,11 @@ from pdserve.engine.batch import StepPlan
 from pdserve.engine.scheduler import Stage
 from pdserve.errors import WorkerLost
 from pdserve.rank.outbox import Outbox
-from pdserve.rank.sample_updates import send_to_samples
+from pdserve.rank.sample_updates import failed_update, send_to_samples
 from pdserve.request import Request, RequestId, ReservationId
 from pdserve.rpc.v1 import handoff_pb2, inference_pb2, rank_pb2, worker_pb2
 from pdserve.timeline import Clock
-from prefill_worker.decode_peers import commit_answer, peer_of, reserve_answer
+from prefill_worker.decode_peers import commit_answer, peer_of, refusal_error, reserve_answer
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.shipments import Shipments
 from prefill_worker.totals import HandoffTotals
@@ -272,8 +273,8 @@ class HandoffDesk:
                     self._report_needs_placement(handoff, action)
                 case ReportHandedOff():
                     self._report_handed_off(handoff, action)
-                case ReportReturned():
-                    self._report_returned(handoff, action)
+                case ReportReturned() | ReportRefused():
+                    self._report_end(handoff, action)
                 case ReleaseBlocks():
                     self._release(handoff)
 
@@ -361,8 +362,11 @@ class HandoffDesk:
         update = worker_pb2.SequenceUpdate(times=times, handed_off=handed_off)
         self._update(handoff, update)
 
-    def _report_returned(self, handoff: PrefillHandoff, action: ReportReturned) -> None:
+    def _report_end(self, handoff: PrefillHandoff, action: ReportReturned | ReportRefused) -> None:
         self.totals.failed += 1
+        if isinstance(action, ReportRefused):
+            self._update(handoff, failed_update(refusal_error(handoff.request, action)))
+            return
         returned = worker_pb2.Returned(reason=_RETURN_REASONS[action.reason], detail=action.detail)
         self._update(handoff, worker_pb2.SequenceUpdate(returned=returned))
 

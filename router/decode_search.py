@@ -82,17 +82,22 @@ class DecodeSearch:
 
     def _are_all_able(self, look: Look, rows: IntArray) -> bool:
         fleet = self._fleet
-        is_room = look.max_tokens <= fleet.least_room_tokens()
+        is_room = look.max_tokens <= fleet.least_room_tokens() and look.demand.num_samples == 1
         if is_room and not fleet.is_anybody_silent(look.ask.now_s):
             return True
         return len(self._able(look, rows)) == len(rows)
 
     def _able(self, look: Look, rows: IntArray) -> list[int]:
         """Returns those of a few that can ever hold the request, and that were heard of."""
-        fleet, need = self._fleet, look.max_tokens
-        room, heard_s = fleet.room_tokens.item, fleet.heard_s.item
+        fleet, need, demand = self._fleet, look.max_tokens, look.demand
+        room, size, heard_s = fleet.room_tokens.item, fleet.block_size.item, fleet.heard_s.item
         limit_s = fleet.silent_before_s(look.ask.now_s)
-        return [row for row in rows.tolist() if room(row) >= need and heard_s(row) >= limit_s]
+        able = [row for row in rows.tolist() if room(row) >= need and heard_s(row) >= limit_s]
+        if demand.num_samples == 1:
+            return able
+        # They share the prompt's blocks, and each begins with one of its own.
+        num_samples, num_tokens = demand.num_samples, demand.num_tokens
+        return [row for row in able if room(row) - num_samples * size(row) >= num_tokens]
 
     def _better(
         self,
@@ -134,6 +139,9 @@ class DecodeSearch:
         if full.min() == np.inf:
             raise NoWorker("no decode worker is available")
         fits = fleet.room_tokens >= look.max_tokens
+        if look.demand.num_samples > 1:
+            own = look.demand.num_samples * fleet.block_size
+            fits &= fleet.room_tokens - own >= look.demand.num_tokens
         if not fits.all():
             usable = np.flatnonzero(full < np.inf)
             if not fits[usable].any():
@@ -164,4 +172,6 @@ def _too_long(fleet: Fleet, rows: IntArray, demand: Demand) -> TooLong:
     largest = int(fleet.total_blocks[rows].max())
     size = int(fleet.block_size[rows].max())
     need = -(-(demand.num_tokens + demand.num_growth_tokens) // size)
+    if demand.num_samples > 1:
+        need = max(need, -(-demand.num_tokens // size) + demand.num_samples)
     return TooLong("prompt", need, f"at most {largest} KV blocks with its output")

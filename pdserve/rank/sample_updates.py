@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pdserve.engine.batch import SequenceSlice, StepResult
+from pdserve.errors import PdserveError
 from pdserve.rank.outbox import Outbox
 from pdserve.request import Request
 from pdserve.rpc.codec import logprobs_to_wire
@@ -46,3 +47,10 @@ def report_prompt_scores(
         )
         update = worker_pb2.SequenceUpdate(first_index=first.num_emitted, prompt_logprobs=scores)
         send_to_samples((first,), update, outbox)
+
+
+def failed_update(error: PdserveError) -> worker_pb2.SequenceUpdate:
+    """Encodes the failure of a request."""
+    return worker_pb2.SequenceUpdate(
+        failed=worker_pb2.Failed(code=error.grpc_code, reason=error.reason, message=str(error)),
+    )

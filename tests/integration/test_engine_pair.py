@@ -2,22 +2,24 @@
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from pdserve.config.worker import HandoffConfig
-from pdserve.errors import LocalPrefillRefused
+from pdserve.errors import LocalPrefillRefused, TooLong
 from pdserve.request import Request, SamplingParams
 from pdserve.rpc.codec import request_to_wire
 from pdserve.rpc.v1 import rank_pb2, worker_pb2
-from tests.support.engine_pair import EnginePair
+from tests.support.engine_pair import TURN_S, EnginePair
 from tests.support.engine_requests import make_request
 from tests.support.pair_router import PairRouter
 from tests.support.tiny_models import make_tiny_llama
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130, 300)
+LONG_OUTPUT = SamplingParams(temperature=0.0, max_tokens=100)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +194,62 @@ def test_A1_A6_a_cancel_at_any_moment_gives_every_block_back(
         pair.cancel(pair.decode, request)
     for _ in range(60):
         pair.turn()
+    pair.assert_ledger()
+
+
+def test_A2_prompts_that_decode_can_never_hold_leave_no_block_on_prefill(folder: Path) -> None:
+    """200 of them, ten at a time; a request that both can hold is served among them."""
+    pair = EnginePair(folder, prefill_blocks=128, decode_blocks=8)
+    router = PairRouter(pair)
+    router.start(make_request("fits", tuple(range(3, 90))))
+    num_turns = 0
+    for first in range(0, 200, 10):
+        names = {f"large{number}" for number in range(first, first + 10)}
+        for name in sorted(names):
+            pair.submit(make_request(name, tuple(range(5 + first, 5 + first + 150))))
+        while names:
+            num_turns += 1
+            assert num_turns * TURN_S <= 20 * 1.0, "each ten take less than 1 s of the pair's clock"
+            pair.turn()
+            updates = pair.prefill_outbox.updates
+            refused = {one.request_id: one.failed for one in updates if one.HasField("failed")}
+            assert all(failed.reason == TooLong.reason for failed in refused.values())
+            names -= refused.keys()
+            pair.prefill_outbox.updates = [one for one in updates if one.request_id == "fits"]
+            router.read()
+    pair.settle()
+    pair.assert_ledger()
+    assert pair.decode.describe().counters.handoffs_refused == 200
+    assert len(router.outputs["fits"]) == 16
+
+
+def test_B6_a_long_preempted_sequence_costs_the_others_no_step(folder: Path) -> None:
+    """Decode computes no token of its prompt again, and the others get a token at every turn."""
+    short = [
+        make_request(f"s{i}", tuple(range(5 + i, 21 + i)), sampling=LONG_OUTPUT) for i in (0, 1)
+    ]
+    long = make_request("long", tuple(7 + i % 300 for i in range(1500)), sampling=LONG_OUTPUT)
+    calm = EnginePair(folder, prefill_blocks=300, decode_blocks=300).run([*short, long])
+    pair = EnginePair(folder, prefill_blocks=300, decode_blocks=108)
+    router = PairRouter(pair)
+    for request in (*short, long):
+        router.start(request)
+    counts: list[list[int]] = []
+    attempts = {1}
+    while router.open:
+        pair.turn()
+        router.read()
+        attempts.add(router.open["long"].attempt if "long" in router.open else 1)
+        counts.append([len(router.outputs[one.request_id]) for one in short])
+    assert len(attempts) > 1, "it was never preempted"
+    assert router.outputs == calm
+    counters = pair.decode.describe().counters
+    assert (counters.recomputed_prompt_tokens, counters.local_prefill_tokens) == (0, 0)
+    assert pair.prefill.describe().counters.prompt_tokens > 1500 + 32
+    for of_one in zip(*counts, strict=True):
+        running = [count for count in of_one if 2 <= count < LONG_OUTPUT.max_tokens]
+        assert all(after == before + 1 for before, after in pairwise(running))
+    pair.settle()
     pair.assert_ledger()
 
 

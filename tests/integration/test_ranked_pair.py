@@ -3,6 +3,7 @@
 Prefill and decode workers of unlike shapes in one process, against one rank each.
 """
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,3 +210,72 @@ def test_B9_a_preemption_is_decided_once_and_all_stages_go_on_alike(
         assert router.num_returned >= 2
         assert pair.decode.describe().counters.preemptions == router.num_returned
         assert_alike(pair.decode_side)
+
+
+def draw_requests(count: int, *, num_tokens: int, seed: int = 3) -> list[Request]:
+    numbers = random.Random(seed)
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    return [
+        make_request(
+            f"r{i}",
+            tuple(numbers.randrange(3, 380) for _ in range(numbers.randint(1, 60))),
+            sampling=sampling,
+        )
+        for i in range(count)
+    ]
+
+
+CROWDED = {"max_num_seqs": 128, "prefill_blocks": 640, "decode_blocks": 896}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "num_rounds"),
+    [
+        pytest.param((1, 2), (4, 1), 1, id="1x2-4x1"),
+        *(
+            pytest.param(*shape.values, 4, id=f"{shape.id}-long", marks=pytest.mark.soak)
+            for shape in SHAPES
+        ),
+    ],
+)
+def test_A16_unlike_shapes_serve_128_requests_at_once(
+    folder: Path, prefill: tuple[int, int], decode: tuple[int, int], num_rounds: int
+) -> None:
+    """In place of ten minutes, rounds of other prompts: all of a round are in flight at once."""
+    with ranked_pair(folder, prefill, decode, **CROWDED) as pair:
+        for seed in range(num_rounds):
+            requests = draw_requests(128, num_tokens=8, seed=seed)
+            expected = EnginePair(folder, **CROWDED).run(requests)
+            router = run_all(pair, requests)
+            assert router.outputs == expected
+            assert router.num_returned == 0
+            pair.assert_ledger()
+        prefilled, decoded = (one.describe().counters for one in (pair.prefill, pair.decode))
+        assert decoded.handoffs_completed == 128 * num_rounds
+        assert (prefilled.handoffs_failed, decoded.handoffs_failed) == (0, 0)
+        assert (decoded.recomputed_prompt_tokens, decoded.frames_rejected) == (0, 0)
+
+
+def test_C5_two_tensor_ranks_decode_a_full_batch_while_kv_comes_all_the_time(folder: Path) -> None:
+    """Sums between ranks and landing frames share both ranks' threads: no turn goes by without."""
+    requests = draw_requests(48, num_tokens=24)
+    calm = EnginePair(folder).run(requests)
+    with ranked_pair(folder, (1, 1), (2, 1), max_num_seqs=4, max_num_batched_tokens=32) as pair:
+        router, coming = PairRouter(pair), list(requests)
+        num_busy_turns, num_before, bytes_before = 0, 0, 0
+        while router.open or coming:
+            while coming and pair.prefill.describe().ledger.sequences < 2:
+                router.start(coming.pop(0))
+            was_full = pair.decode.describe().load.num_running >= 4
+            pair.turn()
+            router.read()
+            counters = pair.decode.describe().counters
+            num_new = counters.generation_tokens - num_before
+            num_before += num_new
+            if was_full:
+                assert num_new == 4, "a full batch makes a token for each at every turn"
+                num_busy_turns += counters.handoff_bytes > bytes_before
+            bytes_before = counters.handoff_bytes
+        pair.settle()
+        assert router.outputs == calm
+        assert num_busy_turns >= 24, "KV came while the batch was full"

@@ -67,13 +67,16 @@ class Pair:
         self.arrivals, self.departures = Inbox(), Inbox()
 
     def listen(
-        self, config: HandoffConfig = CONFIG, device: HostDevice | None = None
+        self,
+        config: HandoffConfig = CONFIG,
+        device: HostDevice | None = None,
+        slot_bytes: int = SLOT_BYTES,
     ) -> LinkListener:
         listener = LinkListener(
             host="127.0.0.1",
             incarnation=D,
             config=config,
-            slot_bytes=SLOT_BYTES,
+            slot_bytes=slot_bytes,
             post=self.arrivals.post,
             device=device or self.decode,
         )

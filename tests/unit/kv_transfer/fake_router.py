@@ -130,6 +130,10 @@ class Router:
         if self._is_current(request):
             self._resubmit(request.request_id)
 
+    def refused(self, request: Request) -> None:
+        if self._is_current(request):
+            self.requests[request.request_id].ends.append("refused")
+
     def finished(self, request_id: RequestId, attempt: int, decode_attempt: int) -> None:
         tracked = self.requests[request_id]
         current = tracked.target

@@ -12,6 +12,7 @@ from kv_transfer.prefill_actions import (
     ReleaseBlocks,
     ReportHandedOff,
     ReportNeedsPlacement,
+    ReportRefused,
     ReportReturned,
     SendAbort,
     SendCommit,
@@ -104,7 +105,9 @@ class PrefillNode(Node):
             match action:
                 case SendReserve() | SendCommit() | SendAbort() | SendRenew():
                     self._send(handoff, action)
-                case ReportNeedsPlacement() | ReportHandedOff() | ReportReturned():
+                case (
+                    ReportNeedsPlacement() | ReportHandedOff() | ReportReturned() | ReportRefused()
+                ):
                     self._report(handoff.request, action)
                 case _:
                     self._move(handoff.request, action)
@@ -141,7 +144,9 @@ class PrefillNode(Node):
                 )
 
     def _report(
-        self, request: Request, action: ReportNeedsPlacement | ReportHandedOff | ReportReturned
+        self,
+        request: Request,
+        action: ReportNeedsPlacement | ReportHandedOff | ReportReturned | ReportRefused,
     ) -> None:
         router = self.world.router
         match action:
@@ -151,6 +156,8 @@ class PrefillNode(Node):
                 router.handed_off(request, decode_attempt)
             case ReportReturned():
                 router.returned(request)
+            case ReportRefused():
+                router.refused(request)
 
     def _move(self, request: Request, action: PushFrame | DropFrames | ReleaseBlocks) -> None:
         key = (request.request_id, request.attempt)

@@ -25,6 +25,7 @@ from kv_transfer.prefill_actions import (
     PrefillAction,
     PushFrame,
     ReportNeedsPlacement,
+    ReportRefused,
     SendCommit,
     SendReserve,
 )
@@ -131,6 +132,7 @@ class ShardedPair:
         self.reserver = Reserver(num_cached_tokens)
         self.started: Start | None = None
         self.needs_placement: list[str] = []
+        self.refused: list[str] = []
         self.frames: list[PushFrame] = []
         self.events: deque[tuple[str, LinkEvent]] = deque()
         self.held: set[tuple[int, int]] = set()
@@ -262,6 +264,8 @@ class ShardedPair:
                     self.frames.append(action)
                 case ReportNeedsPlacement(detail=detail):
                     self.needs_placement.append(detail)
+                case ReportRefused(reason=reason, detail=detail):
+                    self.refused.append(f"{reason.value}: {detail}")
 
     def _decode(self, actions: list[DecodeAction], call: SendReserve | None = None) -> None:
         for action in actions:

@@ -87,6 +87,24 @@ def test_C7_256_concurrent_handoffs_in_random_order_all_complete(seed: int) -> N
     assert all(tracked.ends == ["finished"] for tracked in world.router.requests.values())
 
 
+def test_C8_half_an_hour_without_traffic_leaves_links_and_workers_as_they_were() -> None:
+    world = World(8, Faults(), num_prefill=1, num_decode=1)
+    world.router.submit("before", 200)
+    world.run(30.0)
+    (prefill,) = world.prefill
+    (link,) = prefill.links.values()
+    world.run(30.0 + 1800.0)
+    world.check_quiet()
+    world.router.submit("after", 200)
+    world.run(30.0 + 1800.0 + 30.0)
+    world.check_quiet()
+    for tracked in world.router.requests.values():
+        assert (tracked.ends, tracked.request.attempt) == (["finished"], 1)
+        assert tracked.target is not None
+        assert tracked.target.decode_attempt == 1
+    assert list(prefill.links.values()) == [link]
+
+
 @pytest.mark.parametrize("skew_s", [0.0, 600.0, 3600.0 * 24 * 365])
 def test_C19_clocks_that_differ_neither_free_early_nor_keep_for_ever(skew_s: float) -> None:
     world = World(6, Faults(), skew_s=skew_s)

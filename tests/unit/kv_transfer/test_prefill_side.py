@@ -8,6 +8,7 @@ from kv_transfer.prefill_actions import (
     ReleaseBlocks,
     ReportHandedOff,
     ReportNeedsPlacement,
+    ReportRefused,
     ReportReturned,
     SendAbort,
     SendCommit,
@@ -241,6 +242,22 @@ def test_a_refusal_of_a_cancelled_request_returns_it_at_once(handoff: PrefillHan
     reserve(handoff)
     actions = handoff.reserve_answered(target(), Refusal(reason=RefusalReason.CANCELLED, detail=""))
     assert kinds(actions) == [ReportReturned, ReleaseBlocks]
+
+
+@pytest.mark.parametrize("reason", [RefusalReason.TOO_LARGE, RefusalReason.INCOMPATIBLE])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_A2_a_refusal_for_good_gives_the_blocks_back_at_once(
+    handoff: PrefillHandoff, reason: RefusalReason, is_sampled: bool
+) -> None:
+    reserve(handoff)
+    handoff.computed(70)
+    if is_sampled:
+        handoff.sampled(TOKEN, is_finished=False)
+    actions = handoff.reserve_answered(target(), Refusal(reason=reason, detail="never"))
+    assert actions == [ReportRefused(reason=reason, detail="never"), ReleaseBlocks()]
+    assert handoff.is_settled
+    assert handoff.place(target(2)) == []
+    assert handoff.tick() == []
 
 
 def test_a_manifest_that_differs_is_not_sent(handoff: PrefillHandoff) -> None:

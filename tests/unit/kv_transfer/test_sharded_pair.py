@@ -99,8 +99,9 @@ def test_A15_an_unsupported_shape_is_refused_by_the_name_of_its_field(field: str
     odd = replace(MODEL.shape, **{field: 5})  # type: ignore[arg-type]
     pair.handoff._me = replace(pair.handoff._me, shape=odd)
     pair.run()
-    (detail,) = pair.needs_placement
-    assert f"refused (incompatible): {field} must" in detail
+    (detail,) = pair.refused
+    assert f"incompatible: {field} must" in detail
+    assert not pair.needs_placement
 
 
 def make_wide_pair() -> ShardedPair:

@@ -88,6 +88,10 @@ class PlainSearch:
             one, count = self.scores.standing(row), float(cached.get(row, 0))
             if one.room_tokens < demand.num_tokens + demand.num_growth_tokens:
                 continue
+            # Samples begin with a block of their own behind those of the prompt.
+            own_tokens = demand.num_samples * self.scene.fleet.block_size[row]
+            if demand.num_samples > 1 and one.room_tokens - own_tokens < demand.num_tokens:
+                continue
             receiver = make_receiver(ask, one, count)
             handoff = self._handoff_s(row) * (demand.num_tokens - count)
             cost = receiver.life + receiver.wait + receiver.extra + handoff

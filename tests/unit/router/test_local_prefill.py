@@ -58,6 +58,21 @@ async def test_a_follow_up_is_prefilled_on_the_decode_worker_that_holds_its_pref
     await cluster.quiet()
 
 
+@pytest.mark.parametrize("index", [1, 5])
+async def test_B6_a_preempted_sequence_is_computed_again_by_the_prefill_pool(
+    cluster: Cluster, index: int
+) -> None:
+    """Although all of it but its last block is cached where it was preempted."""
+    script = Script()
+    follow_up = await hold_first_turn(cluster, script)
+    script.return_before = index
+    found = await generate(cluster, request_for(follow_up))
+    assert_complete(found, follow_up)
+    assert workers_asked(cluster) == [("d0", 1), ("p0", 2)]
+    assert found.completion.timeline.preemptions == 1
+    await cluster.quiet()
+
+
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_refused_local_prefill_goes_to_a_hand_off_and_nothing_is_lost(
     cluster: Cluster, n: int

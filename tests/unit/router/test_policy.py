@@ -177,6 +177,21 @@ def test_a_request_larger_than_every_cache_is_too_long():
         Pool(d0=0).choose(990, 11, has_prefill_pool=False)
 
 
+def test_A2_samples_that_no_cache_can_hold_together_are_too_long():
+    # 990 blocks of the prompt, and one for each of them to begin with.
+    assert Pool(d0=0).choose(990, 2, num_samples=10, has_prefill_pool=False).decode
+    with pytest.raises(TooLong, match=r"1000 KV blocks.*got 1001"):
+        Pool(d0=0).choose(990, 2, num_samples=11, has_prefill_pool=False)
+
+
+def test_A2_samples_go_to_a_worker_that_can_hold_them_all():
+    pool = Pool(d0=0, d1=900)
+    pool.add("d2", 0, total=18)
+    assert pool.choose(num_samples=9, has_prefill_pool=False).decode.worker_id == "d0"
+    pool.load("d0", 950)
+    assert pool.choose(num_samples=9, has_prefill_pool=False).decode.worker_id != "d2"
+
+
 def test_a_worker_that_can_never_hold_a_request_is_passed_over():
     pool = Pool(d0=0, d1=500)
     pool.add("d2", 0, total=11)
