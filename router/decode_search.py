@@ -89,15 +89,15 @@ class DecodeSearch:
 
     def _able(self, look: Look, rows: IntArray) -> list[int]:
         """Returns those of a few that can ever hold the request, and that were heard of."""
-        fleet, need, demand = self._fleet, look.max_tokens, look.demand
-        room, size, heard_s = fleet.room_tokens.item, fleet.block_size.item, fleet.heard_s.item
+        fleet = self._fleet
+        needs = _needed_tokens(look, fleet.block_size[rows]).tolist()
+        room, heard_s = fleet.room_tokens.item, fleet.heard_s.item
         limit_s = fleet.silent_before_s(look.ask.now_s)
-        able = [row for row in rows.tolist() if room(row) >= need and heard_s(row) >= limit_s]
-        if demand.num_samples == 1:
-            return able
-        # They share the prompt's blocks, and each begins with one of its own.
-        num_samples, num_tokens = demand.num_samples, demand.num_tokens
-        return [row for row in able if room(row) - num_samples * size(row) >= num_tokens]
+        return [
+            row
+            for row, need in zip(rows.tolist(), needs, strict=True)
+            if room(row) >= need and heard_s(row) >= limit_s
+        ]
 
     def _better(
         self,
@@ -138,14 +138,11 @@ class DecodeSearch:
         full = np.where(fleet.are_silent(slice(None), ask.now_s), np.inf, own)
         if full.min() == np.inf:
             raise NoWorker("no decode worker is available")
-        fits = fleet.room_tokens >= look.max_tokens
-        if look.demand.num_samples > 1:
-            own = look.demand.num_samples * fleet.block_size
-            fits &= fleet.room_tokens - own >= look.demand.num_tokens
+        fits = fleet.room_tokens >= _needed_tokens(look, fleet.block_size)
         if not fits.all():
             usable = np.flatnonzero(full < np.inf)
             if not fits[usable].any():
-                raise _too_long(fleet, usable, look.demand)
+                raise _too_long(fleet, usable, look)
             full[~fits] = np.inf
         if laws.is_fitted:
             need = ask.num_samples, ask.kv_tokens
@@ -168,10 +165,18 @@ def _best_rows(own: FloatArray, among: IntArray | None, size: int) -> IntArray:
     return shorten(own, size) if among is None else among[shorten(own[among], size)]
 
 
-def _too_long(fleet: Fleet, rows: IntArray, demand: Demand) -> TooLong:
-    largest = int(fleet.total_blocks[rows].max())
-    size = int(fleet.block_size[rows].max())
-    need = -(-(demand.num_tokens + demand.num_growth_tokens) // size)
-    if demand.num_samples > 1:
-        need = max(need, -(-demand.num_tokens // size) + demand.num_samples)
+def _needed_tokens(look: Look, block_size: FloatArray) -> FloatArray:
+    """Returns the room that a request must find, in the order of workers with such blocks.
+
+    Samples share the blocks of the prompt, and each begins with one of its own.
+    """
+    if look.demand.num_samples == 1:
+        return np.full_like(block_size, look.max_tokens)
+    begun = look.demand.num_tokens + look.demand.num_samples * block_size
+    return np.maximum(look.max_tokens, begun)
+
+
+def _too_long(fleet: Fleet, rows: IntArray, look: Look) -> TooLong:
+    largest, sizes = int(fleet.total_blocks[rows].max()), fleet.block_size[rows]
+    need = int((-(-_needed_tokens(look, sizes) // sizes)).min())
     return TooLong("prompt", need, f"at most {largest} KV blocks with its output")
